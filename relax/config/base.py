@@ -1,0 +1,28 @@
+"""Strict base for every configuration model: unknown keys fail and name the nearest known one."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+
+class StrictModel(BaseModel):
+    """Refuses unknown keys, naming the nearest known key (B40). Immutable once built."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_the_nearest_key(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = set(cls.model_fields)
+        for key in data:
+            if key in known:
+                continue
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
+            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(sorted(known))}"
+            raise ValueError(f"unknown key '{key}' in {cls.__name__}: {hint}")
+        return data

@@ -1,0 +1,293 @@
+"""The own section of each role."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from relax.config.algorithm import AlgorithmConfig
+from relax.config.base import StrictModel
+from relax.types import SamplingParams
+
+
+class DataConfig(StrictModel):
+    """Where prompts come from."""
+
+    kind: Literal["toy", "jsonl", "reasoning_gym"] = "toy"
+    """`toy`: built-in task; `jsonl`: a file; `reasoning_gym`: a task of that package by name."""
+    task: str | None = None
+    """Toy task (reverse, copy, sort) or reasoning-gym task name."""
+    path: str | None = None
+    """JSONL file: one object a line with `prompt` (text) or `messages`, optional `label`, `metadata`."""
+    size: Annotated[int, Field(ge=1)] = 4096
+    """Prompts in one epoch of a generated source."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Parameters of the task, e.g. {length: 3} for toys, the dataset's own settings for reasoning-gym."""
+    system_prompt: str | None = None
+    """Put before the user's message in chat prompts."""
+    shuffle: bool = True
+    """Shuffle each epoch by (seed, epoch)."""
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    """Passes over the data; the run ends when they are used up. None: as many as the steps need."""
+    on_bad_row: Literal["fail", "skip"] = "fail"
+    """A broken or over-long row stops the start with file and line, or is skipped and counted."""
+
+    @model_validator(mode="after")
+    def _fields_go_with_kind(self) -> DataConfig:
+        if (self.kind == "jsonl") != (self.path is not None):
+            raise ValueError("data.path is required with data.kind 'jsonl' and illegal with the others")
+        if (self.kind == "jsonl") == (self.task is not None):
+            raise ValueError("data.task is required with data.kind 'toy' and 'reasoning_gym' and illegal with 'jsonl'")
+        return self
+
+
+class SamplingConfig(StrictModel):
+    """How samples are drawn."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus mass. Training needs 1.0: the trainer computes untruncated log-probs."""
+    top_k: int = -1
+    """-1 is off. Training needs -1."""
+    stop: tuple[str, ...] = ()
+    """Stop strings."""
+
+    def to_params(self, max_new_tokens: int, seed: int | None = None) -> SamplingParams:
+        return SamplingParams(self.temperature, self.top_p, self.top_k, max_new_tokens, self.stop, seed=seed)
+
+
+class EngineConfig(StrictModel):
+    """The inference backend of each rollout instance."""
+
+    backend: str = "embedded"
+    """`embedded`, or a class by import path."""
+    slots: Annotated[int, Field(ge=1)] = 64
+    """Sequences decoded at once."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Weights and arithmetic of the engine."""
+
+
+class FilterConfig(StrictModel):
+    """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): which complete groups are worth training."""
+
+    kind: Literal["none", "accuracy_band"] = "none"
+    """`accuracy_band` keeps groups whose mean raw accuracy lies strictly between low and high."""
+    low: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Groups at or below are filtered."""
+    high: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Groups at or above are filtered."""
+    max_filtered_prompts: Annotated[int, Field(ge=1)] = 2000
+    """Stop with an error when this many groups in a row are filtered: the task gives no signal (B28)."""
+
+
+class EvalConfig(StrictModel):
+    """A fixed held-out set answered greedily through the engines before and after training."""
+
+    prompts: Annotated[int, Field(ge=0)] = 0
+    """How many; 0 is off."""
+    seed: int = 10_007
+    """Seed of the held-out set of a generated source; must differ from run.seed."""
+    path: str | None = None
+    """JSONL file of the held-out set, where the source is a file."""
+    deadline_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest time for one evaluation."""
+
+
+class RolloutConfig(StrictModel):
+    """Generation: prompts, workers, engines."""
+
+    instances: Annotated[int, Field(ge=1)] = 2
+    """Rollout instances, each an own Serve application."""
+    instance_num_cpus: Annotated[float, Field(gt=0)] = 0.1
+    """Ray CPUs of one instance."""
+    data: DataConfig
+    """The prompt source."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of training rollouts."""
+    engine: EngineConfig = EngineConfig()
+    """The engine in each instance."""
+    worker: str = "single_turn"
+    """`single_turn`, or an own class: `package.module:Class` or `path/to/file.py:Class`."""
+    filter: FilterConfig = FilterConfig()
+    """Which complete groups are trained."""
+    min_group_size: Annotated[int, Field(ge=1)] | None = None
+    """Train a group with failed members if at least this many survive; default all of them."""
+    eval: EvalConfig = EvalConfig()
+    """Held-out evaluation."""
+    start_deadline_s: Annotated[float, Field(gt=0)] = 180.0
+    """An instance that is not active this long after its creation has failed."""
+    adoption_deadline_s: Annotated[float, Field(gt=0)] = 60.0
+    """Deadline of one weight adoption by an instance."""
+    sample_retries: Annotated[int, Field(ge=0)] = 2
+    """Attempts after a failed worker step before the sample becomes a tombstone (B39)."""
+
+
+class RewardPart(StrictModel):
+    """One term of a weighted reward."""
+
+    name: str
+    """exact, overlap, math, format, or an own function: `module:function` or `file.py:function`."""
+    weight: float = 1.0
+    """Factor in the sum."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+
+class OverlongConfig(StrictModel):
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13)."""
+
+    buffer_tokens: Annotated[int, Field(ge=1)]
+    """The penalty grows linearly over the last `buffer_tokens` before run.max_response_tokens."""
+    penalty: Annotated[float, Field(gt=0)] = 1.0
+    """Penalty at the maximum."""
+
+
+class RewardConfig(StrictModel):
+    """Scoring."""
+
+    parts: Annotated[tuple[RewardPart, ...], Field(min_length=1)]
+    """The reward is the weighted sum; the first part's value is the raw accuracy that filters read."""
+    workers: Annotated[int, Field(ge=1)] = 1
+    """Killable worker processes."""
+    timeout_s: Annotated[float, Field(gt=0)] = 5.0
+    """Wall time of one call; its process is killed beyond it."""
+    memory_mb: Annotated[int, Field(ge=64)] = 1024
+    """Address space that one worker may add to its own at start."""
+    on_failure: Literal["exclude", "floor"] = "exclude"
+    """`exclude`: the sample becomes a tombstone of its group; `floor`: it gets `failure_reward`, counted."""
+    failure_reward: float = 0.0
+    """Reward of a failed call under `floor`."""
+    max_failure_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """The run stops when more of the last 100 calls failed."""
+    overlong: OverlongConfig | None = None
+    """Length penalty added to the reward."""
+
+
+class RefConfig(StrictModel):
+    """Reference log-probs."""
+
+    path: str | None = None
+    """Folder of another reference model; default is policy version 0."""
+    micro_batch_tokens: Annotated[int, Field(ge=1)] = 4096
+    """Padded tokens of one forward."""
+    rows_per_lease: Annotated[int, Field(ge=1)] = 64
+    """Rows taken from the bus at once."""
+
+
+class OptimConfig(StrictModel):
+    """AdamW."""
+
+    lr: Annotated[float, Field(ge=0)] = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam moments."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Adam epsilon."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Decoupled decay; not applied to vectors (norms, biases)."""
+    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest global gradient norm."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay after warm-up, to `min_lr_ratio` at the last step."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Linear warm-up."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Final learning rate over the peak."""
+
+
+class WarmStartConfig(StrictModel):
+    """Short supervised training on labelled prompts before version 0 is published."""
+
+    steps: Annotated[int, Field(ge=0)] = 0
+    """0 is off."""
+    batch: Annotated[int, Field(ge=1)] = 64
+    """Prompts per step."""
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Learning rate."""
+    data: DataConfig | None = None
+    """Labelled prompts; required when steps > 0."""
+
+    @model_validator(mode="after")
+    def _data_when_on(self) -> WarmStartConfig:
+        if (self.steps > 0) != (self.data is not None):
+            raise ValueError("warm_start.data is required with warm_start.steps > 0 and illegal without")
+        return self
+
+
+class ActorConfig(StrictModel):
+    """Training."""
+
+    backend: str = "torch"
+    """`torch`, or a class by import path."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Loss, advantages, corrections."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and schedule."""
+    warm_start: WarmStartConfig = WarmStartConfig()
+    """Supervised steps before the first version."""
+    micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
+    """Padded tokens of one forward and backward."""
+    groups_per_lease: Annotated[int, Field(ge=1)] | None = None
+    """Groups taken from the bus at once; default a quarter of a step."""
+    autocast_bf16: bool = False
+    """Matrix products in bfloat16 over float32 weights."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
+    max_skipped_steps: Annotated[int, Field(ge=0)] = 3
+    """Consecutive updates that may be skipped for non-finite numbers before the run stops (B45)."""
+    logprob_gap_limit: Annotated[float, Field(gt=0)] | None = None
+    """Stop when |trainer - engine| log-prob on the probe at equal version exceeds this (B8). None: only report."""
+    checkpoint_every: Annotated[int, Field(ge=0)] = 0
+    """Steps between checkpoints; 0: only the last step."""
+
+
+class DcsConfig(StrictModel):
+    """Weights and checkpoints."""
+
+    shm_dir: str = "/dev/shm"
+    """Memory-backed folder of published weights."""
+    keep_versions: Annotated[int, Field(ge=1)] = 2
+    """Published versions kept when nobody reads them."""
+    bucket_bytes: Annotated[int, Field(ge=1 << 12)] = 1 << 28
+    """Size of one weight bucket."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
+    """Newest checkpoints kept on disk."""
+    reserve_bytes: Annotated[int, Field(ge=0)] = 1 << 28
+    """Free space that a save must leave on its disk (B47)."""
+
+
+class ControllerConfig(StrictModel):
+    """Health, state, control API."""
+
+    heartbeat_s: Annotated[float, Field(gt=0)] = 1.0
+    """Interval of the replicas' own reports."""
+    heartbeat_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """Silence after which a role is shown as lost."""
+    start_deadline_s: Annotated[float, Field(gt=0)] = 240.0
+    """All roles must have reported within this time."""
+    stall_s: Annotated[float, Field(gt=0)] = 120.0
+    """When no counter moves for this long, the watchdog names who waits for whom (B46)."""
+    stall_stops_run: bool = False
+    """Fail the run on a stall instead of only reporting it."""
+    expect: ExpectConfig = Field(default_factory=lambda: ExpectConfig())
+    """What the finished run must show; the exit code of `relax run` tells."""
+
+
+class ExpectConfig(StrictModel):
+    """Acceptance of a finished run; each unset bound is not checked."""
+
+    reward_first_max: float | None = None
+    """Mean reward of the first step at most."""
+    reward_last_min: float | None = None
+    """Mean reward over the last steps at least."""
+    accuracy_last_min: float | None = None
+    """Mean raw accuracy over the last steps at least."""
+    eval_gain_lower95_min: float | None = None
+    """Lower 95 % bound of the gain in held-out accuracy at least."""
+    logprob_gap_max: float | None = None
+    """Largest probe gap at most."""
+
+
+ControllerConfig.model_rebuild()

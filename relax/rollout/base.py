@@ -1,0 +1,30 @@
+"""What a user writes to make samples: one class with one method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from relax.types import DataItem, Trajectory
+
+if TYPE_CHECKING:
+    from relax.data.tokenizer import Tokenizer
+    from relax.engines.base import EngineClient
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerContext:
+    """What a worker is built with. `deadline_s` bounds one call to the engine."""
+
+    engine: EngineClient
+    tokenizer: Tokenizer
+    max_tokens: int
+    deadline_s: float
+
+
+class RolloutWorker(Protocol):
+    """Built once per instance as `Worker(context)`; `step` runs concurrently for many items."""
+
+    async def step(self, item: DataItem) -> Trajectory:
+        """Produce one sample. An exception is a failed attempt: retried, then a counted tombstone (B39)."""
+        ...
