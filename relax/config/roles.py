@@ -239,6 +239,10 @@ class ActorConfig(StrictModel):
     """Consecutive updates that may be skipped for non-finite numbers before the run stops (B45)."""
     logprob_gap_limit: Annotated[float, Field(gt=0)] | None = None
     """Stop when |trainer - engine| log-prob on the probe at equal version exceeds this (B8). None: only report."""
+    publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of published weights; must equal rollout.engine.dtype, or their digests could not agree."""
+    export: bool = False
+    """Write the trained model as a Hugging Face folder `export` in the run folder at the end."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0: only the last step."""
 

@@ -66,9 +66,7 @@ class EngineClient(Protocol):
         """num_running_reqs, num_waiting_reqs, max_running_requests, gen_throughput and so on."""
         ...
 
-    async def update_weights_from_disk(
-        self, folder: str, version: PolicyVersion, *, deadline_s: float
-    ) -> WeightReport:
+    async def update_weights_from_disk(self, folder: str, version: PolicyVersion, *, deadline_s: float) -> WeightReport:
         """Adopt a published version (see `relax.weights`): verified, then swapped between two decode
         steps, all or nothing. Requests go on. Raises `EngineError` and keeps the old version on a mismatch (B4)."""
         ...

@@ -1,0 +1,1 @@
+"""Rewards: functions, their weighted composition, and the killable processes that run them."""

@@ -1,0 +1,203 @@
+"""The index of the bus: a pure state machine. No Ray, no TransferQueue, no clock, no threads.
+
+It knows which fields of which rows are visible and who holds what; the bytes are elsewhere. Every
+call takes `now` (seconds, monotonic). `woken` collects the tasks (and `events`, `space`,
+`collector`) for which something changed, so that the host can wake those who wait.
+
+    admit -> [prompt] -rollout lease-> plan, commit rows -> reward, ref leases -> judge
+          -> actor lease -> ack: trained, retained -> gc
+"""
+
+from __future__ import annotations
+
+from bus.errors import BusError
+from bus.index.budget import Budget
+from bus.index.groups import Groups
+from bus.index.leases import Leases
+from bus.index.puts import Allocate, Puts
+from bus.index.state import Garbage, Limits, State
+from bus.index.stats import account, snapshot
+from bus.index.tasks import TaskQueues
+from bus.records import (
+    PROMPTS,
+    SAMPLES,
+    Account,
+    AckResult,
+    BusStats,
+    Caller,
+    Closed,
+    Empty,
+    Event,
+    Grant,
+    LeaseRequest,
+    PutPlan,
+    PutResult,
+    RowHeader,
+    Verdict,
+)
+
+__all__ = ["Index", "Limits"]
+
+EVENTS_PER_REPLY = 1000
+
+
+class Index:
+    def __init__(self, limits: Limits, epoch: str = "") -> None:
+        self.epoch = epoch
+        self.state = State(limits, Budget(limits.max_rows, limits.max_bytes, limits.retained_max_bytes))
+        self._queues = TaskQueues(self.state)
+        self._groups = Groups(self.state, self._queues)
+        self._leases = Leases(self.state, self._groups, self._queues)
+        self._puts = Puts(self.state, self._groups, self._leases, self._queues)
+
+    def register(self, owner: str, now: float) -> Caller:
+        """A new incarnation of `owner`: its older leases end, its older writes are refused."""
+        self.tick(now)
+        return Caller(owner, self._leases.register(owner), self.epoch)
+
+    def tick(self, now: float) -> None:
+        """Let leases and plans expire."""
+        self._leases.expire(now)
+        self._puts.expire(now)
+
+    def next_expiry(self) -> float | None:
+        """When `tick` next has work, at the earliest."""
+        return self._leases.next_expiry()
+
+    def _enter(self, caller: Caller, now: float) -> None:
+        self.tick(now)
+        self._leases.check(caller)
+
+    # -- rows --------------------------------------------------------------------------------
+
+    def plan_put(
+        self,
+        caller: Caller,
+        put_id: str,
+        rows: tuple[RowHeader, ...],
+        lease_id: str | None,
+        now: float,
+        allocate: Allocate,
+    ) -> PutPlan | None:
+        """Where the bytes of these rows go; None while the budget has no room."""
+        self._enter(caller, now)
+        return self._puts.plan(caller, put_id, rows, lease_id, now, allocate)
+
+    def commit_put(self, caller: Caller, put_id: str, now: float) -> PutResult:
+        """Make a planned put visible."""
+        self._enter(caller, now)
+        return self._puts.commit(caller, put_id, now)
+
+    def tombstone(self, caller: Caller, group_id: str, k: int, reason: str, lease_id: str | None, now: float) -> bool:
+        """Member k ends without a (further) row. False if it had ended already."""
+        self._enter(caller, now)
+        group = self.state.groups.get(group_id)
+        if lease_id is not None:
+            self._leases.owned(caller, lease_id)
+        if group is None:
+            return False
+        if not 0 <= k < len(group.members):
+            raise BusError(f"group {group_id} has no member {k}")
+        return self._groups.tombstone(group, k, reason)
+
+    # -- leases ------------------------------------------------------------------------------
+
+    def lease(self, caller: Caller, request: LeaseRequest, now: float) -> Grant | Empty | Closed:
+        self._enter(caller, now)
+        return self._leases.lease(caller, request, now)
+
+    def extend(self, caller: Caller, lease_id: str, now: float) -> float:
+        self._enter(caller, now)
+        return self._leases.extend(caller, lease_id, now)
+
+    def ack(
+        self, caller: Caller, lease_id: str, items: tuple[str, ...] | None, step: int | None, now: float
+    ) -> AckResult:
+        self._enter(caller, now)
+        return self._leases.ack(caller, lease_id, items, step)
+
+    def release(self, caller: Caller, lease_id: str, items: tuple[str, ...] | None, reason: str, now: float) -> int:
+        self._enter(caller, now)
+        return self._leases.release(caller, lease_id, items, reason)
+
+    # -- the manager's calls -----------------------------------------------------------------
+
+    def judge(self, caller: Caller, verdicts: tuple[Verdict, ...], now: float) -> int:
+        """Apply verdicts. Returns how many changed something."""
+        self._enter(caller, now)
+        return sum(self._groups.judge(verdict) for verdict in verdicts)
+
+    def drop(self, caller: Caller, group_id: str, reason: str, now: float) -> bool:
+        """End a group untrained. False if it has ended, or the trainer holds it: then it is trained."""
+        self._enter(caller, now)
+        return self._groups.drop(group_id, reason)
+
+    def events(self, caller: Caller, after: int, now: float) -> list[Event]:
+        """Events with seq > after. Asking acknowledges those up to `after`."""
+        self._enter(caller, now)
+        events = self.state.events
+        while events and events[0].seq <= after:
+            events.popleft()
+        self.state.events_acked = max(self.state.events_acked, after)
+        self._groups.forget()
+        return [event for event, _ in zip(events, range(EVENTS_PER_REPLY), strict=False)]
+
+    def close_topic(self, caller: Caller, topic: str, now: float) -> None:
+        self._enter(caller, now)
+        if topic not in (PROMPTS, SAMPLES):
+            raise BusError(f"unknown topic {topic!r}")
+        self.state.closed.add(topic)
+        self.state.woken |= {"rollout", "reward", "ref", "actor"}
+
+    def set_version(self, caller: Caller, version: int, step: int, now: float) -> None:
+        """The newest published version and its step. Versions never fall; BusError if one does."""
+        self._enter(caller, now)
+        if version < self.state.version:
+            raise BusError(f"version {version} after {self.state.version}: versions only grow")
+        self.state.version, self.state.step = version, step
+        self.state.steps_of[version] = step
+        self.state.woken.add("actor")
+
+    def gc(self, caller: Caller, through_step: int, now: float) -> int:
+        """Free groups trained in steps <= through_step (a checkpoint covers them). Rows freed."""
+        self._enter(caller, now)
+        return self._groups.collect_trained(through_step)
+
+    def collect_eval(self, caller: Caller, group_ids: tuple[str, ...], now: float) -> int:
+        """Free eval groups that were read. Rows freed."""
+        self._enter(caller, now)
+        return self._groups.collect_eval(group_ids)
+
+    def rollback(self, caller: Caller, to_step: int, now: float) -> tuple[str, ...]:
+        """Queue the retained groups trained after `to_step` again. Their ids, in order."""
+        self._enter(caller, now)
+        return self._groups.rollback(to_step)
+
+    # -- the host's calls --------------------------------------------------------------------
+
+    def take_garbage(self) -> list[Garbage]:
+        """Storage rows to free. Their room returns with `freed`."""
+        garbage = list(self.state.garbage)
+        self.state.garbage.clear()
+        return garbage
+
+    def freed(self, garbage: list[Garbage]) -> None:
+        self._groups.freed(garbage)
+        for row in garbage:
+            self._puts.partitions.leave(row.partition)
+
+    def take_empty_partitions(self) -> list[str]:
+        empty = list(self._puts.partitions.empty)
+        self._puts.partitions.empty.clear()
+        return empty
+
+    def take_woken(self) -> set[str]:
+        woken, self.state.woken = self.state.woken, set()
+        return woken
+
+    def account(self) -> Account:
+        return account(self.state)
+
+    def stats(self, now: float) -> BusStats:
+        self.tick(now)
+        return snapshot(self.state, self._queues, self.epoch, now)

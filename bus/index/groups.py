@@ -1,0 +1,329 @@
+"""The life of a group: admitted, produced, complete, judged, ended, freed.
+
+Each transition keeps three things in step: the budget, the sets that tell whether a task can
+still get work, and the ready queues. Accounts are derived from `Member.fate` (see stats.py).
+"""
+
+from __future__ import annotations
+
+from bus.errors import BusError
+from bus.index.state import TRAINED, Garbage, Group, Member, Row, State
+from bus.index.tasks import TaskQueues
+from bus.records import PROMPTS, AdmitHeader, Event, EventKind, MemberReport, Scalar, Verdict, VerdictKind
+
+EVENTS = "events"
+SPACE = "space"
+DEAD_LETTER = "dead_letter"
+
+
+class Groups:
+    def __init__(self, state: State, queues: TaskQueues) -> None:
+        self._s = state
+        self._queues = queues
+        self._complete_fields = frozenset(state.limits.complete_fields)
+
+    # -- admission ---------------------------------------------------------------------------
+
+    def open(self, spec: AdmitHeader, prompt: Row, now: float) -> None:
+        """Take a new group; its prompt row has just become visible."""
+        group = Group(spec, prompt, now, [Member() for _ in range(spec.group_size)])
+        self._s.groups[spec.group_id] = group
+        self._s.unproduced.add(spec.group_id)
+        self._s.incomplete.add(spec.group_id)
+        if group.is_train:
+            self._s.open_train.add(spec.group_id)
+            self._s.waiting_by_version[spec.min_version] += 1
+        self._queues.offer_group(group)
+
+    def reopen(self, group: Group, spec: AdmitHeader) -> None:
+        """A higher attempt: members without a row are to be generated again.
+
+        The lease of the attempt before is dropped by the caller. seq and min_version stay.
+        """
+        group.spec = group.spec._replace(attempt=spec.attempt, tags={**group.spec.tags, **spec.tags})
+        for member in group.members:
+            if not member.visible and member.fate is None:
+                member.tombstone = None
+        if group.missing:
+            self._s.unproduced.add(group.spec.group_id)
+            self._s.incomplete.add(group.spec.group_id)
+            group.complete = False
+        group.rollout.deliveries = 0
+        self._queues.offer_group(group)
+
+    # -- reservations ------------------------------------------------------------------------
+
+    def reserve(self, group: Group, rows_per_member: int, bytes_per_member: int) -> tuple[int, int]:
+        """Reserve the worst case of the members still missing. Kept over redeliveries."""
+        for member in group.members:
+            if member.missing and not member.reserved_rows:
+                member.reserved_rows, member.reserved_bytes = rows_per_member, bytes_per_member
+                self._s.budget.reserve(rows_per_member, bytes_per_member)
+        return sum(m.reserved_rows for m in group.members), sum(m.reserved_bytes for m in group.members)
+
+    def needed(self, group: Group, rows_per_member: int, bytes_per_member: int) -> tuple[int, int]:
+        """What `reserve` would add."""
+        bare = sum(1 for member in group.members if member.missing and not member.reserved_rows)
+        return bare * rows_per_member, bare * bytes_per_member
+
+    def _unreserve(self, member: Member) -> None:
+        if member.reserved_rows or member.reserved_bytes:
+            self._s.budget.reserve(-member.reserved_rows, -member.reserved_bytes)
+            member.reserved_rows = member.reserved_bytes = 0
+            self._s.woken |= {SPACE, "rollout"}
+
+    def charge(self, group: Group, row: Row, added: int, first: bool) -> None:
+        """Account for bytes that became visible, out of the member's reservation where it has one."""
+        row.bytes += added
+        tokens = row.tags.get("tokens")
+        worst = self._s.limits.worst_bytes(None if tokens is None else int(tokens))
+        member = group.members[row.k]
+        if first and member.reserved_rows:
+            worst = min(worst, member.reserved_bytes)
+        charge = max(row.bytes, worst if first else row.charge)
+        grown = charge - row.charge
+        rows = 1 if first else 0
+        taken_rows, taken_bytes = min(rows, member.reserved_rows), min(grown, member.reserved_bytes)
+        member.reserved_rows -= taken_rows
+        member.reserved_bytes -= taken_bytes
+        self._s.budget.reserve(-taken_rows, -taken_bytes)
+        self._s.budget.use(rows, grown)
+        if not self._s.budget.fits(0, 0):
+            self._s.counters["overruns"] += 1
+        row.charge = charge
+        if member.produced:
+            self._unreserve(member)
+
+    # -- members -----------------------------------------------------------------------------
+
+    def produced(self, group: Group, member: Member) -> None:
+        """A row of the member became visible: count it once, by sample id."""
+        if member.counted:
+            return
+        member.counted = True
+        if group.is_train:
+            self._s.produced += 1
+        else:
+            self._s.eval_produced += 1
+
+    def tombstone(self, group: Group, k: int, reason: str) -> bool:
+        """End member k without a (further) row. False if it, or its group, had ended already."""
+        member = group.members[k]
+        if group.fate is not None or member.tombstone is not None:
+            return False
+        member.tombstone = reason
+        if member.visible:
+            member.fate = reason
+        self._unreserve(member)
+        self._s.counters["tombstones"] += 1
+        self.refresh(group)
+        return True
+
+    def kill_row(self, group: Group, row: Row, task: str) -> None:
+        """Dead letter: the row was handed out too often."""
+        self._s.counters["dead_letters"] += 1
+        if self.tombstone(group, row.k, DEAD_LETTER):
+            self.emit(EventKind.DEAD, group, row_id=row.row_id, reason=task)
+
+    def kill_group(self, group: Group, task: str) -> None:
+        """Dead letter of a group-level task: missing members for rollout, the whole for actor."""
+        if task == "actor":
+            self._s.counters["dead_letters"] += 1
+            self.end(group, DEAD_LETTER)
+            self.emit(EventKind.DEAD, group, reason=task)
+            return
+        for k, member in enumerate(group.members):
+            if member.missing:
+                self._s.counters["dead_letters"] += 1
+                self.tombstone(group, k, DEAD_LETTER)
+                self.emit(EventKind.DEAD, group, row_id=f"{group.spec.group_id}/{k}", reason=task)
+
+    def refresh(self, group: Group) -> None:
+        """After any change of a member: is the group produced, complete, ready for somebody?"""
+        if group.fate is not None:
+            return
+        group_id = group.spec.group_id
+        if not group.missing and group_id in self._s.unproduced:
+            self._s.unproduced.discard(group_id)
+            self._s.woken.add("rollout")
+        if not group.complete and all(m.tombstone is not None or m.has(self._complete_fields) for m in group.members):
+            group.complete = True
+            self._s.incomplete.discard(group_id)
+            self._s.woken.add("reward")
+            self.emit(EventKind.COMPLETE, group, members=self._report(group))
+        self._queues.offer_group(group)
+
+    def _report(self, group: Group) -> tuple[MemberReport, ...]:
+        reports = []
+        for k, member in enumerate(group.members):
+            tags: dict[str, Scalar] = {}
+            for _, row in sorted(member.rows.items()):
+                tags |= row.tags
+            reports.append(MemberReport(k, member.tombstone, tags))
+        return tuple(reports)
+
+    # -- ends --------------------------------------------------------------------------------
+
+    def judge(self, verdict: Verdict) -> bool:
+        """Apply a verdict. False if the group is unknown, ended, or judged the same before."""
+        group = self._s.groups.get(verdict.group_id)
+        if group is None or group.fate is not None or group.verdict is verdict.kind:
+            return False
+        if verdict.kind is VerdictKind.ACCEPTED:
+            group.verdict = verdict.kind
+            self._queues.offer_group(group)
+            return True
+        return self.drop(verdict.group_id, verdict.reason or verdict.kind.value)
+
+    def drop(self, group_id: str, reason: str) -> bool:
+        """End a group untrained. False if it is unknown, ended, or held by the trainer (it wins)."""
+        group = self._s.groups.get(group_id)
+        if group is None or group.fate is not None or group.actor.lease_id is not None:
+            return False
+        if reason == TRAINED:
+            raise BusError(f"{TRAINED!r} is not a reason to drop {group_id}")
+        self.end(group, reason)
+        return True
+
+    def end(self, group: Group, fate: str, step: int | None = None) -> None:
+        """Terminal: every visible sample gets its fate, reservations return, rows become free."""
+        group.fate, group.step = fate, step
+        for member in group.members:
+            self._unreserve(member)
+            if member.counted and member.fate is None:
+                member.fate = fate
+        group_id = group.spec.group_id
+        self._s.unproduced.discard(group_id)
+        self._s.incomplete.discard(group_id)
+        self._s.open_train.discard(group_id)
+        if group.is_train and group.actor.lease_id is None:
+            self._leave_waiting(group)
+        self._s.woken |= {"rollout", "reward", "ref", "actor", SPACE}
+        if step is not None:
+            self._retain(group)
+            self._s.trained_in.setdefault(step, []).append(group_id)
+            self.emit(EventKind.TRAINED, group, step=step)
+        else:
+            self.free_if_unheld(group)
+
+    def taken_by_actor(self, group: Group) -> None:
+        self._leave_waiting(group)
+
+    def given_back_by_actor(self, group: Group) -> None:
+        self._s.waiting_by_version[group.spec.min_version] += 1
+        self._queues.offer_group(group)
+
+    def _leave_waiting(self, group: Group) -> None:
+        waiting = self._s.waiting_by_version
+        waiting[group.spec.min_version] -= 1
+        if not waiting[group.spec.min_version]:
+            del waiting[group.spec.min_version]
+
+    def _retain(self, group: Group) -> None:
+        rows = [group.prompt, *group.sample_rows()]
+        for row in rows:
+            if row.visible:
+                self._s.budget.use(0, row.bytes - row.charge)
+                row.charge = row.bytes
+        self._move_to_retained(group, 1)
+
+    def _move_to_retained(self, group: Group, sign: int) -> None:
+        charged = [row for row in (group.prompt, *group.sample_rows()) if row.visible]
+        self._s.budget.retain(sign * len(charged), sign * sum(row.charge for row in charged))
+        self._s.prompt_rows -= sign
+        self._s.prompt_bytes -= sign * group.prompt.charge
+
+    def rollback(self, to_step: int) -> tuple[str, ...]:
+        """Take back the groups trained after `to_step`, in the order they were trained."""
+        taken: list[str] = []
+        for step in sorted(s for s in self._s.trained_in if s > to_step):
+            for group_id in self._s.trained_in.pop(step):
+                group = self._s.groups[group_id]
+                group.fate = group.step = None
+                for member in group.members:
+                    if member.fate == TRAINED:
+                        member.fate = None
+                self._move_to_retained(group, -1)
+                self._s.open_train.add(group_id)
+                group.actor.deliveries = 0
+                self.given_back_by_actor(group)
+                taken.append(group_id)
+        return tuple(taken)
+
+    # -- freeing -----------------------------------------------------------------------------
+
+    def collect_trained(self, through_step: int) -> int:
+        """Free the rows of groups trained in steps <= through_step. Returns the rows freed."""
+        freed = 0
+        for step in sorted(s for s in self._s.trained_in if s <= through_step):
+            for group_id in self._s.trained_in.pop(step):
+                freed += self._free(self._s.groups[group_id], retained=True)
+        return freed
+
+    def collect_eval(self, group_ids: tuple[str, ...]) -> int:
+        """End eval groups that were read. Returns the rows freed."""
+        before = len(self._s.garbage)
+        for group_id in group_ids:
+            group = self._s.groups.get(group_id)
+            if group is not None and not group.is_train and group.fate is None:
+                self.end(group, "evaluated")
+        return len(self._s.garbage) - before
+
+    def free_if_unheld(self, group: Group) -> None:
+        """Rows of a dropped group go once no lease can be reading them."""
+        if group.fate not in (None, TRAINED) and not group.holds and not group.freed:
+            self._free(group, retained=False)
+
+    def _free(self, group: Group, *, retained: bool) -> int:
+        """Hand the storage rows to the collector; the budget returns when it has freed them."""
+        rows = [group.prompt, *group.sample_rows()]
+        for row in rows:
+            self._s.rows.pop(row.row_id, None)
+            self._s.garbage.append(Garbage(row.slot, row.partition, int(row.visible), row.charge, retained))
+        for member in group.members:
+            member.rows = {}
+        group.freed = True
+        self._s.woken.add("collector")
+        self._s.forgettable.append(group.spec.group_id)
+        self.forget()
+        return len(rows)
+
+    def freed(self, garbage: list[Garbage]) -> None:
+        """The storage gave these rows up: their room returns."""
+        for row in garbage:
+            self._s.budget.free(row.rows, row.bytes, retained=row.retained)
+            if row.partition.startswith(PROMPTS) and row.rows and not row.retained:
+                self._s.prompt_rows -= 1
+                self._s.prompt_bytes -= row.bytes
+        if garbage:
+            self._s.woken |= {SPACE, "rollout"}
+
+    def forget(self) -> None:
+        """Drop freed groups whose last event the reader has acknowledged, keeping their sums."""
+        queue = self._s.forgettable
+        while queue:
+            group = self._s.groups[queue[0]]
+            if group.last_event > self._s.events_acked:
+                return
+            if group.is_train:
+                self._s.settled.update(m.fate for m in group.members if m.counted and m.fate is not None)
+            del self._s.groups[queue.popleft()]
+
+    # -- events ------------------------------------------------------------------------------
+
+    def emit(
+        self,
+        kind: EventKind,
+        group: Group,
+        *,
+        members: tuple[MemberReport, ...] = (),
+        step: int | None = None,
+        row_id: str | None = None,
+        reason: str | None = None,
+    ) -> None:
+        self._s.event_seq += 1
+        group.last_event = self._s.event_seq
+        self._s.events.append(
+            Event(self._s.event_seq, kind, group.spec.group_id, group.purpose, members, step, row_id, reason)
+        )
+        self._s.woken.add(EVENTS)

@@ -1,0 +1,245 @@
+"""What the index knows: groups, members, rows, claims. Data only; the transitions are elsewhere."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from bus.index.budget import Budget
+from bus.records import AdmitHeader, Event, LeaseRequest, Scalar, VerdictKind
+from relax.types import Purpose
+
+TRAINED = "trained"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one bus. `bytes_per_token` and `fixed_bytes` give the worst case of one row."""
+
+    max_rows: int
+    max_bytes: int
+    retained_max_bytes: int
+    max_tokens: int
+    bytes_per_token: int
+    fixed_bytes: int
+    lease_ttl_s: float
+    max_deliveries: int
+    partition_rows: int
+    complete_fields: tuple[str, ...] = ("reward",)
+    auto_accept: bool = False
+    plan_ttl_s: float = 60.0
+
+    def worst_bytes(self, tokens: int | None = None) -> int:
+        """Most bytes that one row of `tokens` tokens can come to hold, all fields together."""
+        return (self.max_tokens if tokens is None else tokens) * self.bytes_per_token + self.fixed_bytes
+
+
+@dataclass(slots=True)
+class StoredField:
+    column: str
+    digest: bytes
+
+
+@dataclass(slots=True)
+class Row:
+    """One storage row. Visible once it has a field; `charge` are its bytes in the budget."""
+
+    row_id: str
+    group_id: str
+    k: int
+    segment: int
+    slot: int
+    partition: str
+    fields: dict[str, StoredField] = field(default_factory=dict)
+    tags: dict[str, Scalar] = field(default_factory=dict)
+    next_column: int = 0
+    bytes: int = 0
+    charge: int = 0
+    done: set[str] = field(default_factory=set)
+    leases: dict[str, str] = field(default_factory=dict)
+    deliveries: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def visible(self) -> bool:
+        return bool(self.fields)
+
+
+@dataclass(slots=True)
+class Member:
+    """Sample k of a group. `fate` is set once its sample ended: trained, or why it was dropped."""
+
+    rows: dict[int, Row] = field(default_factory=dict)
+    tombstone: str | None = None
+    fate: str | None = None
+    counted: bool = False
+    reserved_rows: int = 0
+    reserved_bytes: int = 0
+
+    @property
+    def visible(self) -> bool:
+        return any(row.visible for row in self.rows.values())
+
+    @property
+    def produced(self) -> bool:
+        """Every segment is visible."""
+        shown = [row for row in self.rows.values() if row.visible]
+        segments = max((int(row.tags.get("segments") or 1) for row in shown), default=1)
+        return len(shown) >= segments
+
+    @property
+    def missing(self) -> bool:
+        """Still to be generated."""
+        return self.tombstone is None and not self.produced
+
+    def has(self, fields: frozenset[str]) -> bool:
+        return self.produced and all(fields <= row.fields.keys() for row in self.rows.values() if row.visible)
+
+
+@dataclass(slots=True)
+class Claim:
+    """Who holds a group for one task, and how often it was handed out."""
+
+    lease_id: str | None = None
+    deliveries: int = 0
+
+
+@dataclass(slots=True)
+class Group:
+    spec: AdmitHeader
+    prompt: Row
+    admitted_at: float
+    members: list[Member]
+    verdict: VerdictKind | None = None
+    fate: str | None = None
+    step: int | None = None
+    complete: bool = False
+    rollout: Claim = field(default_factory=Claim)
+    actor: Claim = field(default_factory=Claim)
+    holds: int = 0
+    freed: bool = False
+    last_event: int = 0
+
+    @property
+    def purpose(self) -> Purpose:
+        return Purpose(self.spec.purpose)
+
+    @property
+    def is_train(self) -> bool:
+        return self.spec.purpose == Purpose.TRAIN.value
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.spec.min_version, self.spec.seq
+
+    @property
+    def missing(self) -> bool:
+        return any(member.missing for member in self.members)
+
+    def sample_rows(self) -> Iterator[Row]:
+        for member in self.members:
+            yield from member.rows.values()
+
+    def live_rows(self) -> list[Row]:
+        """Visible rows of members that can be trained, in order of (k, segment)."""
+        return [
+            row
+            for member in self.members
+            if member.tombstone is None
+            for _, row in sorted(member.rows.items())
+            if row.visible
+        ]
+
+    def oldest_version(self) -> int:
+        """Version of the oldest token; `min_version` where no row says."""
+        tags = (row.tags.get("oldest_version") for row in self.live_rows())
+        return min((int(tag) for tag in tags if tag is not None), default=self.spec.min_version)
+
+
+@dataclass(frozen=True, slots=True)
+class Garbage:
+    """A storage row to be freed, and what then returns to the budget."""
+
+    slot: int
+    partition: str
+    rows: int
+    bytes: int
+    retained: bool = False
+
+
+@dataclass(slots=True)
+class LeaseState:
+    lease_id: str
+    task: str
+    owner: str
+    incarnation: int
+    ttl_s: float
+    expires_at: float
+    items: dict[str, None]
+    request: LeaseRequest
+
+
+@dataclass(slots=True)
+class Plan:
+    """A put between its plan and its commit. `reserved`: (rows, bytes) of rows without a lease."""
+
+    put_id: str
+    owner: str
+    incarnation: int
+    lease_id: str | None
+    column: str
+    expires_at: float
+    rows: list[PlannedFields]
+    reserved_rows: int = 0
+    reserved_bytes: int = 0
+    repeated: int = 0
+    refused: list[tuple[str, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class PlannedFields:
+    row: Row
+    fields: tuple[tuple[str, bytes, int], ...]
+    tags: dict[str, Scalar]
+    admission: AdmitHeader | None
+
+
+@dataclass(slots=True)
+class State:
+    """Everything, shared by the parts of the index."""
+
+    limits: Limits
+    budget: Budget
+    groups: dict[str, Group] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
+    leases: dict[str, LeaseState] = field(default_factory=dict)
+    plans: dict[str, Plan] = field(default_factory=dict)
+    incarnations: dict[str, int] = field(default_factory=dict)
+    steps_of: dict[int, int] = field(default_factory=dict)
+    version: int = 0
+    step: int = 0
+    closed: set[str] = field(default_factory=set)
+    counters: Counter[str] = field(default_factory=Counter)
+    produced: int = 0
+    eval_produced: int = 0
+    settled: Counter[str] = field(default_factory=Counter)
+    prompt_rows: int = 0
+    prompt_bytes: int = 0
+    unproduced: set[str] = field(default_factory=set)
+    incomplete: set[str] = field(default_factory=set)
+    open_train: set[str] = field(default_factory=set)
+    largest_group: int = 0
+    waiting_by_version: Counter[int] = field(default_factory=Counter)
+    trained_in: dict[int, list[str]] = field(default_factory=dict)
+    garbage: deque[Garbage] = field(default_factory=deque)
+    events: deque[Event] = field(default_factory=deque)
+    event_seq: int = 0
+    events_acked: int = 0
+    forgettable: deque[str] = field(default_factory=deque)
+    woken: set[str] = field(default_factory=set)
+
+    def lag(self, now_version: int, version: int) -> int:
+        """Steps between two versions, at least 0; versions that no step is known of count as one each."""
+        if now_version in self.steps_of and version in self.steps_of:
+            return max(0, self.steps_of[now_version] - self.steps_of[version])
+        return max(0, now_version - version)

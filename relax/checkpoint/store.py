@@ -1,0 +1,220 @@
+"""Checkpoints on disk: visible when complete, by one rename of the manifest (B13).
+
+    <root>/.writing-<nonce>/                    being written
+    <root>/ckpt-000003-step-00000120/           files, then manifest.json renamed into place: visible
+    <root>/ckpt-000002-step-00000080/           without manifest.json: torn, ignored with a warning
+
+One process saves at a time; any number read.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from relax.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointError,
+    CheckpointManifest,
+    CorruptCheckpoint,
+    FileEntry,
+    file_entry,
+)
+from relax.weights.space import NoSpace, check_space, free_bytes, ran_full
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"^ckpt-(\d{6,})-step-(\d{8,})$")
+_WRITING = ".writing-"
+_REMEDY = "free space on that disk, or lower dcs.keep_checkpoints; the run goes on from the last good checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a folder of checkpoints holds: whole ones, oldest first, and a warning for each torn one."""
+
+    whole: tuple[CheckpointManifest, ...]
+    warnings: tuple[str, ...]
+
+
+class CheckpointStore:
+    """The checkpoints under `root`, which is made if missing. The `keep` newest stay after a save.
+
+    `reserve_bytes` must stay free on the disk beyond the expected size.
+    """
+
+    def __init__(self, root: Path, keep: int, reserve_bytes: int = 0):
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, is {keep}")
+        self.root = root
+        self.keep = keep
+        self.reserve_bytes = reserve_bytes
+        root.mkdir(parents=True, exist_ok=True)
+
+    def save(
+        self, step: int, write: Callable[[Path], None], meta: dict[str, Any], *, expected_bytes: int | None = None
+    ) -> CheckpointManifest:
+        """Let `write` fill an empty folder, then make it a checkpoint.
+
+        `expected_bytes` defaults to the size of the newest checkpoint. Raises `NoSpace` before writing, or
+        when the disk fills; whatever `write` raises passes through. In every case the earlier checkpoints
+        stay good and no new one is visible.
+        """
+        self._remove_unfinished()
+        scan = self.scan()
+        need = expected_bytes if expected_bytes is not None else scan.whole[-1].n_bytes if scan.whole else 0
+        check_space(f"the checkpoint of step {step}", self.root, need, self.reserve_bytes, _REMEDY)
+        writing = self.root / f"{_WRITING}{uuid.uuid4().hex[:12]}"
+        serial = self._next_serial()
+        target = self.root / _folder_name(serial, step)
+        try:
+            writing.mkdir()
+            write(writing)
+            files = _seal_files(writing)
+            if not files:
+                raise CheckpointError(f"nothing was written for the checkpoint of step {step}")
+            text = CheckpointManifest(serial=serial, step=step, meta=meta, files=files).model_dump_json(indent=1)
+            # As it will be read: JSON turns tuples of the caller's meta into lists.
+            manifest = CheckpointManifest.model_validate_json(text)
+            _write_durably(writing / f"{MANIFEST_NAME}.tmp", text)
+            _sync(writing)
+            writing.rename(target)
+            (target / f"{MANIFEST_NAME}.tmp").rename(target / MANIFEST_NAME)
+            _sync(target)
+            _sync(self.root)
+        except BaseException as error:
+            # Before the removal: what is free then says whether the disk was full.
+            free = free_bytes(self.root)
+            shutil.rmtree(writing, ignore_errors=True)
+            self._remove(target)
+            if ran_full(error):
+                raise NoSpace(
+                    f"the checkpoint of step {step}", self.root, need, free, self.reserve_bytes, _REMEDY
+                ) from error
+            raise
+        self._collect()
+        return manifest
+
+    def scan(self) -> Scan:
+        """Read all manifests and compare file sizes; contents are checked by `restore`."""
+        whole: list[CheckpointManifest] = []
+        warnings: list[str] = []
+        for path in sorted(self.root.iterdir()):
+            if not _NAME.match(path.name):
+                if path.name.startswith(_WRITING):
+                    warnings.append(f"ignoring unfinished checkpoint {path}: its save was interrupted")
+                continue
+            try:
+                whole.append(_read(path))
+            except CorruptCheckpoint as error:
+                warnings.append(f"ignoring torn checkpoint {path}: {error}")
+        return Scan(tuple(sorted(whole, key=lambda manifest: manifest.serial)), tuple(warnings))
+
+    def latest(self) -> CheckpointManifest | None:
+        """The newest whole checkpoint; torn ones are logged as warnings."""
+        scan = self.scan()
+        for warning in scan.warnings:
+            logger.warning("%s", warning)
+        return scan.whole[-1] if scan.whole else None
+
+    def restore(self, manifest: CheckpointManifest) -> Path:
+        """The folder of a checkpoint, after every file was compared with its digest.
+
+        Raises `CorruptCheckpoint` that names the first file which differs.
+        """
+        folder = self.root / _folder_name(manifest.serial, manifest.step)
+        if _read(folder) != manifest:
+            raise CorruptCheckpoint(f"{folder} holds another checkpoint than the one asked for")
+        for name, entry in manifest.files.items():
+            if (found := file_entry(folder / name).digest) != entry.digest:
+                raise CorruptCheckpoint(f"{folder / name} has digest {found}, its manifest says {entry.digest}")
+        return folder
+
+    def restore_latest(self) -> tuple[CheckpointManifest, Path] | None:
+        """The newest checkpoint that passes `restore`; those that do not are logged as warnings."""
+        scan = self.scan()
+        for warning in scan.warnings:
+            logger.warning("%s", warning)
+        for manifest in reversed(scan.whole):
+            try:
+                return manifest, self.restore(manifest)
+            except CorruptCheckpoint as error:
+                logger.warning("ignoring damaged checkpoint of step %d: %s", manifest.step, error)
+        return None
+
+    def _next_serial(self) -> int:
+        serials = [int(match[1]) for path in self.root.iterdir() if (match := _NAME.match(path.name))]
+        return max(serials, default=-1) + 1
+
+    def _collect(self) -> None:
+        whole = self.scan().whole
+        kept = {_folder_name(manifest.serial, manifest.step) for manifest in whole[-self.keep :]}
+        for path in self.root.iterdir():
+            if _NAME.match(path.name) and path.name not in kept:
+                self._remove(path)
+
+    def _remove_unfinished(self) -> None:
+        for path in self.root.iterdir():
+            if path.name.startswith(_WRITING):
+                logger.warning("removing unfinished checkpoint %s", path)
+                shutil.rmtree(path, ignore_errors=True)
+
+    @staticmethod
+    def _remove(folder: Path) -> None:
+        # The manifest first: a removal that is interrupted leaves a torn checkpoint, never a wrong one.
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _folder_name(serial: int, step: int) -> str:
+    return f"ckpt-{serial:06d}-step-{step:08d}"
+
+
+def _read(folder: Path) -> CheckpointManifest:
+    try:
+        manifest = CheckpointManifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
+    except FileNotFoundError:
+        raise CorruptCheckpoint("it has no manifest: its save or its removal was interrupted") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CorruptCheckpoint(f"its manifest cannot be read: {where}: {first['msg']}") from error
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CorruptCheckpoint(f"file {name} is missing")
+        if (size := path.stat().st_size) != entry.n_bytes:
+            raise CorruptCheckpoint(f"file {name} has {size} bytes, its manifest says {entry.n_bytes}")
+    return manifest
+
+
+def _seal_files(folder: Path) -> dict[str, FileEntry]:
+    """Digest and flush every file; flush every folder."""
+    files: dict[str, FileEntry] = {}
+    for path in sorted(folder.rglob("*")):
+        _sync(path)
+        if path.is_file():
+            files[path.relative_to(folder).as_posix()] = file_entry(path)
+    return files
+
+
+def _write_durably(path: Path, text: str) -> None:
+    path.write_text(text)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

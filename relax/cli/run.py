@@ -1,0 +1,211 @@
+"""`relax run`: deploy a file on a private (or given) Ray, watch it, end it cleanly."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.live import Live
+
+from relax.cli.cluster import ClusterError, Dashboard, PrivateRay, free_ports
+from relax.cli.live import one_line, view
+from relax.config.file import ConfigError, RunFile
+
+FINAL = ("finished", "failed", "stopped")
+POLL_S = 0.5
+
+
+@dataclass(slots=True)
+class Outcome:
+    state: str
+    reason: str | None
+    summary: dict[str, Any] | None
+    violations: list[str]
+
+    @property
+    def exit_code(self) -> int:
+        return 0 if self.state == "finished" and not self.violations else 1
+
+
+class ControlClient:
+    """The controller's HTTP API."""
+
+    def __init__(self, url: str):
+        self.url = url
+
+    def status(self, deadline_s: float = 10.0) -> dict[str, Any] | None:
+        """None while the controller is not up."""
+        try:
+            response = httpx.get(f"{self.url}/api/v1/status", timeout=deadline_s, trust_env=False)
+        except httpx.HTTPError:
+            return None
+        if response.status_code != 200:
+            return None
+        body: dict[str, Any] = response.json()
+        return body
+
+    def stop(self, deadline_s: float = 60.0) -> None:
+        response = httpx.post(f"{self.url}/api/v1/stop", timeout=deadline_s, trust_env=False)
+        response.raise_for_status()
+
+
+def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:
+    """Refuse to mix two runs in one folder."""
+    if run_dir.exists() and any(run_dir.iterdir()):
+        if not overwrite:
+            raise ConfigError([f"{run_dir} holds a run already: choose another run.run_dir, or --overwrite it"])
+        known = {"run.json", "config.json", "metrics.jsonl", "ledger.sqlite", "logs", "model"}
+        if not known & {entry.name for entry in run_dir.iterdir()}:
+            raise ConfigError([f"{run_dir} is not a run folder: refusing to overwrite it"])
+        shutil.rmtree(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+
+
+def document_for(file: RunFile, run_dir: Path, port: int | None) -> dict[str, Any]:
+    """The Serve document with the run folder made absolute and, on a private Ray, a free port."""
+    document = copy.deepcopy(file.serve)
+    for application in document["applications"]:
+        application["args"]["run"] = {**application["args"]["run"], "run_dir": str(run_dir)}
+    if port is not None:
+        document["http_options"] = {**(document.get("http_options") or {}), "port": port}
+    return document
+
+
+def deploy_and_watch(
+    file: RunFile,
+    run_dir: Path,
+    *,
+    dashboard_url: str | None,
+    token: str | None,
+    console: Console,
+    keep_port: bool = False,
+) -> Outcome:
+    """Start, watch until the run has ended, and take everything down again."""
+    private: PrivateRay | None = None
+    dashboard = Dashboard(dashboard_url, token) if dashboard_url else None
+    try:
+        if dashboard is None:
+            console.print("Starting a private Ray ...", style="dim")
+            private = PrivateRay.start()
+            dashboard = private.dashboard
+        port = None if private is None or keep_port else free_ports(1)[0]
+        document = document_for(file, run_dir, port)
+        http = document.get("http_options") or {}
+        control = ControlClient(f"http://{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}")
+        write_run_json(run_dir, control.url, private)
+        console.print(f"Deploying the services; API at {control.url}/docs", style="dim")
+        dashboard.deploy(document)
+        outcome = _watch(control, dashboard, file, console)
+        if control.status() is not None:
+            control.stop()
+        return outcome
+    finally:
+        if private is not None:
+            keep_logs(private, run_dir)
+            private.stop()
+        elif dashboard is not None:
+            dashboard.delete()
+
+
+def write_run_json(run_dir: Path, url: str, private: PrivateRay | None) -> None:
+    info = {"url": url, "ray_folder": str(private.folder) if private else None, "started_at": time.time()}
+    (run_dir / "run.json").write_text(json.dumps(info, indent=2) + "\n")
+
+
+def keep_logs(private: PrivateRay, run_dir: Path) -> None:
+    """The private Ray's folder goes away; its service logs stay with the run."""
+    source = private.folder / "ray" / "session_latest" / "logs" / "serve"
+    if source.is_dir():
+        shutil.copytree(source, run_dir / "logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
+    start_log = private.folder / "ray-start.log"
+    if start_log.exists():
+        (run_dir / "logs").mkdir(exist_ok=True)
+        shutil.copy(start_log, run_dir / "logs" / "ray-start.log")
+
+
+def _watch(control: ControlClient, dashboard: Dashboard, file: RunFile, console: Console) -> Outcome:
+    deadline = time.monotonic() + file.controller.start_deadline_s
+    show = _printer(console)
+    with show.context:
+        while True:
+            status = control.status()
+            if status is not None:
+                show.update(status)
+                if status["state"] in FINAL:
+                    return Outcome(
+                        status["state"], status.get("reason"), status.get("summary"), status.get("violations", [])
+                    )
+            failed = _deploy_failures(dashboard)
+            if failed:
+                return Outcome("failed", failed, None, [])
+            if status is None and time.monotonic() > deadline:
+                return Outcome(
+                    "failed", f"the controller did not answer within {file.controller.start_deadline_s:g} s", None, []
+                )
+            time.sleep(POLL_S)
+
+
+def _deploy_failures(dashboard: Dashboard) -> str | None:
+    for name, application in dashboard.applications().items():
+        if application["status"] == "DEPLOY_FAILED":
+            details = "; ".join(
+                item.get("message", "") for item in application.get("deployments", {}).values() if item.get("message")
+            )
+            return f"application '{name}' could not be deployed: {application.get('message', '')} {details}".strip()
+    return None
+
+
+@dataclass(slots=True)
+class _Printer:
+    context: Any
+    update: Callable[[dict[str, Any]], None]
+
+
+def _printer(console: Console) -> _Printer:
+    if console.is_terminal:
+        live = Live(console=console, refresh_per_second=4, transient=False)
+        return _Printer(live, lambda status: live.update(view(status)))
+    import contextlib
+
+    seen = {"step": -1, "state": ""}
+
+    def update(status: dict[str, Any]) -> None:
+        if status["state"] != seen["state"]:
+            console.print(f"[{status['wall_s']:7.1f} s] {status['state']} {status.get('reason') or ''}", markup=False)
+        if status["step"] != seen["step"] and (status["step"] % 5 == 0 or status["step"] == status["steps"]):
+            console.print(f"[{status['wall_s']:7.1f} s] {one_line(status)}", markup=False, soft_wrap=True)
+        seen.update(step=status["step"], state=status["state"])
+
+    return _Printer(contextlib.nullcontext(), update)
+
+
+def report_outcome(outcome: Outcome, run_dir: Path, console: Console) -> None:
+    if outcome.summary:
+        keys = ("steps", "wall_s", "reward_first", "reward_last", "accuracy_last", "logprob_gap_max", "produced")
+        keys += ("trained", "dropped", "queued", "restarts_unasked", "digest_ok", "overhead_ms_per_step")  # type: ignore[assignment]
+        keys += ("eval_before", "eval_after", "eval_gain_lower95")  # type: ignore[assignment]
+        shown = {key: outcome.summary[key] for key in keys if outcome.summary.get(key) is not None}
+        console.print_json(json.dumps(shown))
+    for violation in outcome.violations:
+        console.print(f"not met: {violation}", style="red", markup=False)
+    if outcome.state != "finished":
+        console.print(f"{outcome.state}: {outcome.reason}", style="red", markup=False)
+    console.print(f"run folder: {run_dir}   report: {run_dir / 'report.html'}", markup=False, soft_wrap=True)
+
+
+def fail(console: Console, error: Exception) -> int:
+    for line in error.problems if isinstance(error, ConfigError) else [str(error)]:
+        console.print(f"error: {line}", style="red", markup=False, soft_wrap=True)
+    return 2 if isinstance(error, ConfigError) else 1
+
+
+__all__ = ["ClusterError", "ControlClient", "Outcome", "deploy_and_watch", "prepare_run_dir", "report_outcome", "sys"]

@@ -1,0 +1,108 @@
+"""From training rows to padded micro-batches: pure and deterministic."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from relax.training.base import TrainBatch
+from relax.types import BoolArray, FloatArray, IntArray, group_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainRow:
+    """One row ready to train; all arrays [T] and aligned with `tokens` as in `TrainBatch`.
+
+    tokens, versions: int32; loss_mask: bool, false at 0; rollout_logprobs, ref_logprobs: float32;
+    temperature: of the sampling; advantage: of every sampled token.
+    """
+
+    row_id: str
+    tokens: IntArray
+    loss_mask: BoolArray
+    rollout_logprobs: FloatArray
+    versions: IntArray
+    temperature: float
+    advantage: float
+    ref_logprobs: FloatArray | None = None
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def plan_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Indices of rows per batch; rows x longest row <= `budget` (padded tokens), rows never split.
+
+    A row longer than the budget is alone. Rows of a batch are of similar length: none is shorter than half
+    of the longest, which bounds padding and costs at most log2(longest / shortest) more batches. Longest
+    first, so that a batch that does not fit into memory fails at once; ties keep the given order.
+    """
+    plan: list[list[int]] = []
+    longest = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[index]
+        fits = bool(plan) and (len(plan[-1]) + 1) * longest <= budget and 2 * length >= longest
+        if fits:
+            plan[-1].append(index)
+        else:
+            plan.append([index])
+            longest = length
+    return plan
+
+
+def make_batches(rows: Sequence[TrainRow], micro_batch_tokens: int, pad_id: int = 0) -> Iterator[TrainBatch]:
+    """Padded CPU batches under the budget; the same set of rows gives the same batches in any order.
+
+    Raises `ValueError` for unequal array lengths, a row without a sampled token or with one at position 0,
+    and when only some rows have `ref_logprobs`.
+    """
+    ordered = sorted(rows, key=lambda row: row.row_id)
+    for row in ordered:
+        _check(row)
+    if len({row.ref_logprobs is None for row in ordered}) > 1:
+        raise ValueError("some rows have ref_logprobs and some have none")
+    for indices in plan_batches([len(row) for row in ordered], micro_batch_tokens):
+        yield _pad([ordered[i] for i in indices], pad_id)
+
+
+def _check(row: TrainRow) -> None:
+    arrays = [row.loss_mask, row.rollout_logprobs, row.versions]
+    if row.ref_logprobs is not None:
+        arrays.append(row.ref_logprobs)
+    if any(len(array) != len(row) for array in arrays):
+        raise ValueError(f"row {row.row_id}: arrays of lengths {[len(row), *map(len, arrays)]}")
+    if not row.loss_mask.any():
+        raise ValueError(f"row {row.row_id}: no sampled token")
+    if row.loss_mask[0]:
+        raise ValueError(f"row {row.row_id}: the first token cannot be a sampled one, nothing predicts it")
+
+
+def _pad(rows: Sequence[TrainRow], pad_id: int) -> TrainBatch:
+    lengths = np.array([len(row) for row in rows])
+    attention = np.arange(lengths.max()) < lengths[:, None]
+
+    def fill(arrays: Sequence[npt.NDArray[np.generic]], dtype: npt.DTypeLike, padding: float = 0) -> Tensor:
+        out = np.full(attention.shape, padding, dtype=dtype)
+        out[attention] = np.concatenate(arrays)
+        return torch.from_numpy(out)
+
+    loss_mask = fill([row.loss_mask for row in rows], np.bool_)
+    advantages = torch.tensor([row.advantage for row in rows], dtype=torch.float32)
+    references = [row.ref_logprobs for row in rows if row.ref_logprobs is not None]
+    return TrainBatch(
+        tokens=fill([row.tokens for row in rows], np.int64, pad_id),
+        attention_mask=torch.from_numpy(attention),
+        loss_mask=loss_mask,
+        temperature=torch.tensor([row.temperature for row in rows], dtype=torch.float32),
+        advantages=advantages[:, None] * loss_mask,
+        rollout_logprobs=fill([row.rollout_logprobs for row in rows], np.float32),
+        versions=fill([row.versions for row in rows], np.int32, -1),
+        ref_logprobs=fill(references, np.float32) if references else None,
+        row_ids=tuple(row.row_id for row in rows),
+        group_ids=tuple(group_of(row.row_id) for row in rows),
+    )

@@ -1,0 +1,51 @@
+"""From a backend's name to a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+from relax.config.roles import ActorConfig
+from relax.plugins import load_class
+from relax.training.base import TrainingBackend
+from relax.types import RelaxError
+
+PROTOCOL = ("logprobs", "step", "state_tensors", "save", "load", "export", "describe", "close")
+
+
+class BackendError(RelaxError, ValueError):
+    """The configured training backend lacks part of the protocol."""
+
+
+def build_backend(
+    config: ActorConfig,
+    model_folder: Path,
+    total_steps: int,
+    seed: int,
+    threads: int,
+    *,
+    trust_remote_code: bool = False,
+    base: Path | None = None,
+) -> TrainingBackend:
+    """Build `config.backend`: `torch`, or a class named as in `relax.plugins`.
+
+    The class is called with these arguments, `base` (the folder that relative files count from) apart.
+    `total_steps` counts the optimizer updates of the whole run, for the schedule. Sets torch's thread count.
+    Raises `PluginError` for a class that is not there, `BackendError` for an incomplete one, `ModelError`
+    for a broken model folder.
+    """
+    build = _backend_class(config.backend, base)
+    return build(config, model_folder, total_steps, seed, threads, trust_remote_code=trust_remote_code)
+
+
+def _backend_class(name: str, base: Path | None) -> Callable[..., TrainingBackend]:
+    if name == "torch":
+        from relax.training.torch_backend import TorchBackend
+
+        return TorchBackend
+    found = load_class(name, base)
+    missing = [method for method in PROTOCOL if not callable(getattr(found, method, None))]
+    if missing:
+        raise BackendError(f"training backend '{name}' lacks {', '.join(missing)} (see relax.training.base)")
+    return cast("Callable[..., TrainingBackend]", found)

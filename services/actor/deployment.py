@@ -1,0 +1,87 @@
+"""Actor: owns the training backend; its loop runs in a thread that `check_health` watches."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+from ray import serve
+
+from bus.client import BusClient
+from relax.config.file import ActorArgs
+from relax.data.models import ensure_model
+from relax.data.source import build_source
+from relax.data.tokenizer import Tokenizer
+from relax.training.build import build_backend
+from relax.training.warm_start import Example, warm_started_model
+from services import names
+from services.actor.loop import TrainingLoop
+from services.runtime import RoleReporter, call_when_up, limit_threads, run_folder_path
+
+
+@serve.deployment(
+    max_ongoing_requests=100,
+    health_check_period_s=2,
+    health_check_timeout_s=10,
+    graceful_shutdown_timeout_s=5,
+    graceful_shutdown_wait_loop_s=0.2,
+)
+class Actor:
+    async def __init__(self, args: ActorArgs) -> None:
+        limit_threads(args.run)
+        self.args = args
+        self.reporter = RoleReporter(names.ACTOR, names.ACTOR)
+        info = await call_when_up(names.CONTROLLER, "run_info")
+        self.reporter.start()
+        self.bus = await BusClient.connect(
+            info.bus, owner=self.reporter.replica_id, role=names.ACTOR, config=args.run.bus, deadline_s=60.0
+        )
+        await call_when_up(names.DCS, "begin_publish")
+        run_dir = run_folder_path(args.run)
+        model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
+        tokenizer = await asyncio.to_thread(Tokenizer.load, model)
+        start = await asyncio.to_thread(self._warm_start, model, run_dir / "warm_start", tokenizer)
+        backend = await asyncio.to_thread(
+            build_backend,
+            args.actor,
+            start,
+            args.run.steps,
+            args.run.seed,
+            args.run.threads,
+            trust_remote_code=args.run.model.trust_remote_code,
+        )
+        self.training = TrainingLoop(
+            args,
+            backend,
+            self.bus,
+            self.reporter,
+            asyncio.get_running_loop(),
+            tokenizer.vocab_size,
+            run_dir / "export",
+        )
+        self.reporter.spawn(self.training.extend_leases)
+        self._thread = threading.Thread(target=self._train, name="trainer", daemon=True)
+        self._thread.start()
+
+    def _warm_start(self, model: Path, target: Path, tokenizer: Tokenizer) -> Path:
+        """The folder to train from: the model's own, or the one after the supervised steps."""
+        warm, run = self.args.actor.warm_start, self.args.run
+        if warm.steps == 0 or warm.data is None:
+            return model
+        source = build_source(warm.data, run.seed, tokenizer, run.max_prompt_tokens)
+        examples: list[Example] = []
+        while len(examples) < min(len(source), warm.steps * warm.batch) and (prompt := source.next()) is not None:
+            answer = [*tokenizer.encode(str(prompt.label)), tokenizer.eos_ids[0]]
+            examples.append((tokenizer.render(prompt), answer))
+        return warm_started_model(self.args.actor, model, target, examples, run.seed, run.threads)
+
+    def _train(self) -> None:
+        try:
+            self.training.run()
+        except BaseException as error:  # the supervisor border of the training thread
+            self.reporter.fail(error)
+            self.reporter.end_run(f"training failed: {error}")
+
+    async def check_health(self) -> None:
+        self.reporter.check()

@@ -1,0 +1,281 @@
+"""The training loop: lease complete groups, train, publish, acknowledge.
+
+    step v:  lease groups ─┬─ micro-batches → forward/backward (streamed)
+                           └─ leases stay held until the step has committed
+             optimizer step → publish v+1 (DCS commits) → acknowledge → set_version
+
+A crash anywhere before the acknowledgement discards the gradients; the leases expire and the groups are
+delivered again. Runs in a thread of its own; calls to bus and services go through the replica's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from bus.client import BusClient
+from bus.records import Closed, Empty, Lease, LeaseRequest
+from relax.algorithms import build_loss
+from relax.config.file import ActorArgs
+from relax.control.admission import hold_below
+from relax.training.base import NonFiniteUpdate, StepResult, TrainBatch, TrainingBackend
+from relax.training.batching import make_batches
+from relax.types import PolicyVersion, Purpose, RelaxError
+from relax.weights.store import WeightStore
+from services import names
+from services.actor.batch import StepSamples, actor_fields, train_rows
+from services.dcs.api import PublishedVersion, PublishTicket
+from services.runtime import RoleReporter, call
+
+logger = logging.getLogger("ray.serve")
+T = TypeVar("T")
+
+LONG_POLL_S = 2.0
+PROBE_ROWS, PROBE_TOKENS = 4, 16
+
+
+class TrainingStopped(Exception):
+    """The run was stopped while the step waited for data."""
+
+
+class NothingTrained(RelaxError):
+    """The data ended before a single step (B14)."""
+
+
+class TrainingLoop:
+    def __init__(
+        self,
+        args: ActorArgs,
+        backend: TrainingBackend,
+        bus: BusClient,
+        reporter: RoleReporter,
+        loop: asyncio.AbstractEventLoop,
+        vocab_size: int,
+        export_folder: Path,
+    ):
+        self.args, self.backend, self.bus, self.reporter, self.loop = args, backend, bus, reporter, loop
+        self.export_folder = export_folder
+        self.step = 0
+        self.version = PolicyVersion(0)
+        self.skipped_in_a_row = 0
+        self.lags: Counter[int] = Counter()
+        self.held: dict[str, Lease] = {}
+        self._store: WeightStore | None = None
+        self._bucket_bytes = 0
+        self._report: Any = None
+        self._loss = build_loss(args.actor.algorithm)
+        self._fields = actor_fields(args.actor.algorithm)
+        generator = np.random.default_rng(args.run.seed)
+        length = min(PROBE_TOKENS, args.run.max_tokens)
+        self._probe = generator.integers(0, vocab_size, (PROBE_ROWS, length)).astype(np.int64)
+
+    # ------------------------------------------------------------------ the other threads
+
+    def wait(self, coroutine: Coroutine[Any, Any, T], deadline_s: float = 60.0) -> T:
+        """Run a coroutine on the replica's loop and wait for it here."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(deadline_s)
+
+    async def extend_leases(self) -> None:
+        """Keep the leases of the open step alive; runs on the event loop."""
+        while not self.reporter.stopped.is_set():
+            await asyncio.sleep(self.args.run.bus.lease_ttl_s / 3)
+            for lease_id in list(self.held):
+                await self.bus.extend(lease_id)
+
+    # ------------------------------------------------------------------ the training thread
+
+    def run(self) -> None:
+        torch.set_num_threads(self.args.run.threads)
+        run = self.args.run
+        self._start()
+        self.reporter.state = "running"
+        try:
+            while self.step < run.steps:
+                if not self._train_step():
+                    break
+        except TrainingStopped:
+            self.reporter.state = "stopped"
+            return
+        if self.step == 0:
+            raise NothingTrained("the prompt source ended before one step was trained: nothing was learnt")
+        self._checkpoint()
+        if self.args.actor.export:
+            self.backend.export(self.export_folder)
+        self._finish_report()
+        self.reporter.state, self.reporter.waiting_for = "done", ""
+
+    def _start(self) -> None:
+        """Publish version 0, or go on from the newest checkpoint."""
+        checkpoint = self.wait(call(names.DCS, "latest_checkpoint"))
+        published: PublishedVersion | None = self.wait(call(names.DCS, "wait_newer", -1, 0.0))
+        if checkpoint is not None:
+            self.backend.load(Path(checkpoint.folder))
+            self.step = checkpoint.step
+            self.version = PolicyVersion(max(checkpoint.version, published.version if published else 0))
+        elif published is not None and published.version > 0:
+            raise RuntimeError(
+                f"the actor restarted at version {published.version} without a checkpoint: its state is lost"
+            )
+        if published is None:
+            self._publish(self.version)
+        self.wait(self.bus.set_version(self.version, self.step))
+
+    def _train_step(self) -> bool:
+        """One committed step. False when the data has ended and nothing is left to train."""
+        begin = time.monotonic()
+        samples, leases = StepSamples(), list[Lease]()
+        try:
+            result = self.backend.step(self._stream(samples, leases), self._loss)
+        except NonFiniteUpdate as error:
+            self._skip(leases, error)
+            return True
+        except ValueError:
+            if not leases:
+                return False
+            raise
+        self.skipped_in_a_row = 0
+        version = PolicyVersion(self.version + 1)
+        with self.reporter.time_split.book("work_s"):
+            publish_begin = time.monotonic()
+            self._publish(version)
+            publish_s = time.monotonic() - publish_begin
+        self.step, self.version = self.step + 1, version
+        for lease in leases:
+            self.wait(self.bus.ack(lease.lease_id, step=self.step))
+            self.held.pop(lease.lease_id, None)
+        self.wait(self.bus.set_version(self.version, self.step))
+        self.lags.update(samples.lags)
+        self._send_record(samples, result, time.monotonic() - begin, publish_s)
+        if self.args.actor.checkpoint_every and self.step % self.args.actor.checkpoint_every == 0:
+            self._checkpoint()
+        return True
+
+    def _stream(self, samples: StepSamples, leases: list[Lease]) -> Iterator[TrainBatch]:
+        """Micro-batches of the step as its groups become ready. Ends early only when the data has ended."""
+        run, actor = self.args.run, self.args.actor
+        per_lease = actor.groups_per_lease or max(1, run.groups_per_step // 4)
+        remaining = run.groups_per_step
+        while remaining > 0:
+            lease = self._lease(remaining, min(per_lease, remaining))
+            if lease is None:
+                return
+            leases.append(lease)
+            self.held[lease.lease_id] = lease
+            remaining -= len(lease.groups)
+            samples.add(lease, int(self.version))
+            rows = train_rows(lease, actor.algorithm)
+            if not rows:
+                continue
+            begin = time.monotonic()
+            for batch in make_batches(rows, actor.micro_batch_tokens):
+                yield batch  # the backend computes between two of these
+            self.reporter.time_split.add("work_s", time.monotonic() - begin)
+            self.reporter.count("rows", len(rows))
+
+    def _lease(self, slots_left: int, max_groups: int) -> Lease | None:
+        run = self.args.run
+        request = LeaseRequest(
+            task="actor",
+            fields=self._fields,
+            max_items=max_groups,
+            purposes=(Purpose.TRAIN,),
+            version=self.version,
+            max_token_lag=run.token_lag_bound,
+            slots_left=slots_left,
+            hold_below=hold_below(self.version, run.max_staleness, run.overdue_policy),
+        )
+        self.reporter.waiting_for = f"{slots_left} complete groups"
+        with self.reporter.time_split.book("wait_data_s"):
+            while True:
+                if self.reporter.stopped.is_set():
+                    raise TrainingStopped
+                answer = self.wait(self.bus.lease(request, wait_s=LONG_POLL_S))
+                if isinstance(answer, Closed):
+                    return None
+                if not isinstance(answer, Empty):
+                    self.reporter.waiting_for = ""
+                    return answer
+
+    def _skip(self, leases: list[Lease], error: NonFiniteUpdate) -> None:
+        """The update did not happen (B45): its groups are dropped with that reason, and counted."""
+        self.reporter.count("updates_skipped")
+        self.skipped_in_a_row += 1
+        logger.error("step %d skipped: %s", self.step + 1, error)
+        for lease in leases:
+            self.wait(self.bus.release(lease.lease_id, "non_finite_update"))
+            self.held.pop(lease.lease_id, None)
+        groups = [group.group_id for lease in leases for group in lease.groups]
+        self.wait(call(names.ROLLOUT, "drop_groups", groups, "non_finite_update"))
+        if self.skipped_in_a_row > self.args.actor.max_skipped_steps:
+            self.reporter.end_run(f"{self.skipped_in_a_row} updates in a row were not finite; the last: {error}")
+
+    # ------------------------------------------------------------------ weights, checkpoints, reports
+
+    def _publish(self, version: PolicyVersion) -> None:
+        if self._store is None:
+            ticket: PublishTicket = self.wait(call(names.DCS, "begin_publish"))
+            self._store = WeightStore(Path(ticket.root), keep=1)
+            self._bucket_bytes = ticket.bucket_bytes
+        dtype = getattr(torch, self.args.actor.publish_dtype)
+        tensors = [(name, tensor.to(dtype)) for name, tensor in self.backend.state_tensors()]
+        staged = self._store.stage(version, self.step, tensors, self._bucket_bytes)
+        tokens = torch.from_numpy(self._probe)
+        logprobs, _ = self.backend.logprobs(
+            tokens, torch.ones_like(tokens, dtype=torch.bool), torch.ones(len(tokens), dtype=torch.float32)
+        )
+        probe = {"tokens": self._probe.tolist(), "logprobs": logprobs.tolist()}
+        self.wait(call(names.DCS, "commit_publish", staged.folder.name, probe))
+        self.reporter.facts["version"] = int(version)
+        self.reporter.count("publications")
+
+    def _checkpoint(self) -> None:
+        """A failed save is counted and told; the run goes on from the last good state (B47)."""
+        folder = None
+        try:
+            folder = self.wait(call(names.DCS, "begin_checkpoint", self.step))
+            self.backend.save(Path(folder))
+            meta = {"version": int(self.version), "lags": {str(lag): n for lag, n in self.lags.items()}}
+            self.wait(call(names.DCS, "commit_checkpoint", self.step, folder, meta), deadline_s=300.0)
+        except (RelaxError, OSError) as error:
+            self.reporter.count("checkpoints_failed")
+            self.reporter.facts["checkpoint_error"] = str(error)
+            logger.error("checkpoint at step %d failed: %s", self.step, error)
+            if folder is not None:
+                self.wait(call(names.DCS, "abort_checkpoint", folder, str(error)))
+
+    def _send_record(self, samples: StepSamples, result: StepResult, step_s: float, publish_s: float) -> None:
+        if samples.constant_reward():
+            self.reporter.count("constant_reward_steps")
+            self.reporter.facts["warning"] = f"step {self.step}: every sample got reward {samples.rewards[0]:g}"
+            logger.warning("%s", self.reporter.facts["warning"])
+        record = {
+            "step": float(self.step),
+            "version": float(self.version),
+            **samples.record(),
+            **result.stats,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "step_s": step_s,
+            "train_compute_s": result.compute_s,
+            "publish_s": publish_s,
+            "wait_data_s": max(0.0, step_s - result.compute_s - publish_s),
+            "tokens_per_s": samples.response_tokens / step_s,
+        }
+        self.reporter.facts["lag_histogram"] = {str(lag): count for lag, count in sorted(self.lags.items())}
+        self.reporter.count("steps")
+        self._finish_report()
+        self._report = asyncio.run_coroutine_threadsafe(call(names.CONTROLLER, "report_step", record), self.loop)
+
+    def _finish_report(self) -> None:
+        if self._report is not None:
+            self._report.result(60.0)
+            self._report = None

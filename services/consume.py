@@ -1,0 +1,35 @@
+"""The loop of a role that takes rows from the bus, adds fields, and acknowledges."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from bus.client import BusClient
+from bus.records import Closed, Empty, Lease, LeaseRequest
+from services.runtime import RoleReporter
+
+LONG_POLL_S = 2.0
+"""How long one lease call waits in the bus: also how late a stop is noticed."""
+
+
+async def consume(
+    bus: BusClient,
+    request: LeaseRequest,
+    reporter: RoleReporter,
+    handle: Callable[[Lease], Awaitable[None]],
+) -> None:
+    """Until the bus closes the task or the run stops. An exception in `handle` releases the lease and passes on."""
+    while not reporter.stopped.is_set():
+        reporter.waiting_for = f"rows ready for {request.task}"
+        with reporter.time_split.book("wait_data_s"):
+            lease = await bus.lease(request, wait_s=LONG_POLL_S)
+        if isinstance(lease, Closed):
+            reporter.state, reporter.waiting_for = "done", ""
+            return
+        if isinstance(lease, Empty):
+            continue
+        reporter.waiting_for = ""
+        async with bus.holding(lease):
+            with reporter.time_split.book("work_s"):
+                await handle(lease)
+        reporter.count("rows", len(lease.rows))

@@ -1,0 +1,165 @@
+"""The controller's account of the run: who reported what, and what follows. No I/O, no clock of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from relax.config.file import ControllerArgs
+from relax.control.watchdog import RoleSnapshot
+from services import names
+from services.controller.api import AdoptionReport, EvalReport, Heartbeat, RoleView
+
+IDLE_STATES = frozenset({"done", "stopped"})
+
+
+@dataclass(slots=True)
+class ReplicaAccount:
+    """One role or instance over its restarts."""
+
+    beat: Heartbeat
+    seen_at: float
+    progress_at: float
+    restarts: int = 0
+    past_split: dict[str, float] = field(default_factory=dict)
+
+    def update(self, beat: Heartbeat, now: float) -> None:
+        if beat.replica_id != self.beat.replica_id:
+            self.restarts += 1
+            for kind, seconds in self.beat.time_split.items():
+                self.past_split[kind] = self.past_split.get(kind, 0.0) + seconds
+            self.progress_at = now
+        elif beat.counters != self.beat.counters or beat.state != self.beat.state:
+            self.progress_at = now
+        self.beat, self.seen_at = beat, now
+
+    def time_split(self) -> dict[str, float]:
+        kinds = {**self.past_split, **self.beat.time_split}
+        return {kind: self.past_split.get(kind, 0.0) + self.beat.time_split.get(kind, 0.0) for kind in kinds}
+
+
+@dataclass(slots=True)
+class RunBook:
+    """Times are monotonic seconds given by the caller."""
+
+    args: ControllerArgs
+    started_at: float
+    replicas: dict[str, ReplicaAccount] = field(default_factory=dict)
+    steps: list[dict[str, float]] = field(default_factory=list)
+    adoptions: dict[str, AdoptionReport] = field(default_factory=dict)
+    adoption_count: int = 0
+    digest_failures: int = 0
+    gap_max: float = 0.0
+    evals: dict[str, EvalReport] = field(default_factory=dict)
+    asked_restarts: int = 0
+
+    def expected_roles(self) -> list[str]:
+        roles = [names.DCS, names.ROLLOUT, names.REWARD, names.ACTOR]
+        return [*roles, names.REF] if self.args.run.use_ref else roles
+
+    def record_beat(self, beat: Heartbeat, now: float) -> None:
+        account = self.replicas.get(beat.instance)
+        if account is None:
+            self.replicas[beat.instance] = ReplicaAccount(beat, now, now)
+        else:
+            account.update(beat, now)
+
+    def record_adoption(self, report: AdoptionReport) -> None:
+        self.adoptions[report.instance] = report
+        self.adoption_count += 1
+        self.digest_failures += not report.digest_ok
+        self.gap_max = max(self.gap_max, report.gap_max)
+
+    def record_step(self, record: dict[str, float]) -> bool:
+        """False when this step was recorded before: a report may be retried."""
+        if self.steps and record["step"] <= self.steps[-1]["step"]:
+            return False
+        self.steps.append(record)
+        return True
+
+    def fatal(self) -> str | None:
+        """The first reason that a role gave to end the run."""
+        for account in self.replicas.values():
+            if account.beat.fatal:
+                return f"{account.beat.instance}: {account.beat.fatal}"
+        return None
+
+    def missing(self) -> list[str]:
+        """Roles that have not come up: silent so far, or still starting."""
+        states = {account.beat.role: account.beat.state for account in self.replicas.values()}
+        return [role for role in self.expected_roles() if states.get(role, "starting") == "starting"]
+
+    def all_done(self) -> bool:
+        """The trainer has committed its last step and the manager has settled the last group."""
+        return all(
+            (account := self.replicas.get(role)) is not None and account.beat.state == "done"
+            for role in (names.ACTOR, names.ROLLOUT)
+        )
+
+    def restarts(self) -> int:
+        return sum(account.restarts for account in self.replicas.values()) - self.asked_restarts
+
+    def lost(self, now: float) -> list[str]:
+        limit = self.args.controller.heartbeat_timeout_s
+        return [name for name, account in self.replicas.items() if now - account.seen_at > limit]
+
+    def last_progress_at(self) -> float:
+        return max((account.progress_at for account in self.replicas.values()), default=self.started_at)
+
+    def views(self, now: float) -> list[RoleView]:
+        lost = set(self.lost(now))
+        return [
+            RoleView(
+                role=account.beat.role,
+                instance=name,
+                state="lost" if name in lost else account.beat.state,
+                waiting_for=account.beat.waiting_for,
+                pid=account.beat.pid,
+                heartbeat_age_s=round(now - account.seen_at, 3),
+                progress_age_s=round(now - account.progress_at, 3),
+                restarts=account.restarts,
+                version=account.beat.facts.get("version"),
+                counters=account.beat.counters,
+                time_split=account.time_split(),
+                error=account.beat.error,
+            )
+            for name, account in sorted(self.replicas.items())
+        ]
+
+    def role_time(self) -> dict[str, dict[str, float]]:
+        """Seconds by kind for each role; the instances of one role are added up."""
+        total: dict[str, dict[str, float]] = {}
+        for account in self.replicas.values():
+            split = total.setdefault(account.beat.role, {})
+            for kind, seconds in account.time_split().items():
+                split[kind] = split.get(kind, 0.0) + seconds
+        return total
+
+    def snapshots(self) -> list[RoleSnapshot]:
+        """For the watchdog; DCS and the manager wait for others by design, so only movers count."""
+        return [
+            RoleSnapshot(
+                role="rollout" if account.beat.role == "instance" else account.beat.role,
+                replica=name,
+                last_progress_at_s=account.progress_at,
+                state=account.beat.waiting_for and f"waits for {account.beat.waiting_for}" or account.beat.state,
+                counters=account.beat.counters,
+            )
+            for name, account in self.replicas.items()
+        ]
+
+    def counter_sum(self, role: str, name: str) -> float:
+        return sum(
+            account.beat.counters.get(name, 0.0) for account in self.replicas.values() if account.beat.role == role
+        )
+
+    def complete_record(self, record: dict[str, float], bus: dict[str, Any]) -> dict[str, float]:
+        """Join a step's record with what only the controller knows at that moment."""
+        joined = dict(record)
+        joined["logprob_gap_max"] = max((report.gap_max for report in self.adoptions.values()), default=0.0)
+        joined["logprob_gap_mean"] = max((report.gap_mean for report in self.adoptions.values()), default=0.0)
+        for name in ("produced", "trained", "dropped", "queued"):
+            joined[name] = float(bus.get(name, 0))
+        joined["bus_rows"] = float(bus.get("rows", 0))
+        joined["bus_bytes"] = float(bus.get("bytes", 0))
+        return joined

@@ -1,0 +1,230 @@
+"""The health controller: owns the bus, keeps the account of the run, serves `/api/v1`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+
+from bus.client import BusClient
+from bus.engine import create_bus, destroy_bus, find_bus
+from bus.records import BusError, BusStats
+from relax.config.file import ControllerArgs
+from relax.control.runstate import RunState, RunStatus
+from relax.control.watchdog import find_stall
+from relax.telemetry.run_folder import RunFolder
+from services import names
+from services.controller.api import (
+    Accepted,
+    AdoptionReport,
+    Directive,
+    EvalReport,
+    Health,
+    Heartbeat,
+    RunInfo,
+    SampleRecord,
+    Status,
+)
+from services.controller.book import RunBook
+from services.controller.closing import close_run
+from services.runtime import ServiceUnavailable, call, run_folder_path
+
+logger = logging.getLogger("ray.serve")
+api = FastAPI(title="Relax control API", version="1")
+TICK_S = 0.5
+STATE_FILE = "state.json"
+
+
+def load_or_create_run_id(folder: Path) -> str:
+    """One id for the life of a run folder, kept in it."""
+    path = folder / STATE_FILE
+    if path.exists():
+        return str(json.loads(path.read_text())["run_id"])
+    run_id = uuid.uuid4().hex[:12]
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps({"run_id": run_id}) + "\n")
+    partial.rename(path)
+    return run_id
+
+
+@serve.deployment(
+    max_ongoing_requests=1000,
+    health_check_period_s=2,
+    health_check_timeout_s=10,
+    graceful_shutdown_timeout_s=5,
+    graceful_shutdown_wait_loop_s=0.2,
+)
+@serve.ingress(api)
+class Controller:
+    async def __init__(self, args: ControllerArgs) -> None:
+        self.args = args
+        self.folder = RunFolder(run_folder_path(args.run))
+        self.run_id = load_or_create_run_id(self.folder.path)
+        self.book = RunBook(args, time.monotonic())
+        self.run = RunStatus()
+        self.wall_started = time.monotonic()
+        self.stalled: list[str] = []
+        self.summary: dict[str, Any] | None = None
+        self.violations: list[str] = []
+        self.bus_stats: BusStats | None = None
+        self._error: str | None = None
+        self._closing = asyncio.Lock()
+        namespace = names.namespace(args.run.name)
+        self.bus_address = await asyncio.to_thread(find_bus, self.run_id, namespace) or await asyncio.to_thread(
+            create_bus, self.run_id, namespace, args.run.bus, max_tokens=args.run.max_tokens
+        )
+        self.bus = await BusClient.connect(
+            self.bus_address, owner="controller", role=names.CONTROLLER, config=args.run.bus, deadline_s=60.0
+        )
+        self._task = asyncio.get_running_loop().create_task(self._supervise())
+
+    async def check_health(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(self._error)
+
+    # ------------------------------------------------------------------ what roles call
+
+    async def run_info(self) -> RunInfo:
+        return RunInfo(self.run_id, self.bus_address)
+
+    async def heartbeat(self, beat: Heartbeat) -> Directive:
+        self.book.record_beat(beat, time.monotonic())
+        return Directive(stop=self.run.ended, run_state=self.run.state.value)
+
+    async def report_adoption(self, report: AdoptionReport) -> None:
+        self.book.record_adoption(report)
+
+    async def report_step(self, record: dict[str, float]) -> None:
+        """One record of the training loop per step; a repeated one is ignored."""
+        joined = self.book.complete_record(record, await self._stats())
+        if self.book.record_step(joined):
+            await asyncio.to_thread(self.folder.append_metrics, joined)
+
+    async def report_samples(self, samples: list[SampleRecord]) -> None:
+        await asyncio.to_thread(self.folder.append_samples, samples)
+
+    async def report_eval(self, report: EvalReport) -> None:
+        self.book.evals[report.when] = report
+
+    # ------------------------------------------------------------------ HTTP
+
+    @api.get("/api/v1/status", response_model=Status)
+    async def status(self) -> Status:
+        """The whole state of the run."""
+        now = time.monotonic()
+        last = self.book.steps[-1] if self.book.steps else {}
+        return Status(
+            run=self.args.run.name,
+            state=self.run.state.value,
+            reason=self.run.reason,
+            step=int(last.get("step", 0)),
+            steps=self.args.run.steps,
+            wall_s=now - self.wall_started,
+            run_dir=str(self.folder.path),
+            metrics=last,
+            roles=self.book.views(now),
+            bus={} if self.bus_stats is None else self.bus_stats.to_json(),
+            stalled=self.stalled,
+            restarts_unasked=self.book.restarts(),
+            summary=self.summary,
+            violations=self.violations,
+        )
+
+    @api.get("/api/v1/health", response_model=Health)
+    async def health(self) -> Health:
+        """Whether every role is there and none has failed."""
+        now = time.monotonic()
+        problems = [f"{name}: silent" for name in self.book.lost(now)]
+        problems += [f"{view.instance}: {view.error}" for view in self.book.views(now) if view.error]
+        problems += [f"{role}: not up yet" for role in self.book.missing()] if not self.run.ended else []
+        return Health(healthy=not problems, problems=problems)
+
+    @api.post("/api/v1/stop", status_code=202, response_model=Accepted)
+    async def stop(self) -> Accepted:
+        """End the run: roles stop, instances and bus are taken down, shared memory is freed."""
+        if not self.run.ended:
+            await self._end(RunState.STOPPED)
+        await self._take_down()
+        return Accepted(state=self.run.state.value)
+
+    # ------------------------------------------------------------------ supervision
+
+    async def _supervise(self) -> None:
+        try:
+            while not self.run.ended:
+                await asyncio.sleep(TICK_S)
+                await self._tick(time.monotonic())
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # the supervisor border of this process
+            logger.exception("controller failed")
+            self._error = repr(error)
+
+    async def _tick(self, now: float) -> None:
+        try:
+            await self._stats()
+        except BusError as error:
+            await self._end(RunState.FAILED, f"the bus does not answer: {error}")
+            return
+        fatal = self.book.fatal()
+        if fatal is not None:
+            await self._end(RunState.FAILED, fatal)
+        elif self.book.all_done():
+            if self.run.state is RunState.STARTING:  # a run may end before every role was seen running
+                self.run = self.run.move(RunState.RUNNING)
+            self.run = self.run.move(RunState.FINISHING)
+            await self._end(RunState.FINISHED)
+        elif self.run.state is RunState.STARTING:
+            missing = self.book.missing()
+            if not missing:
+                self.run = self.run.move(RunState.RUNNING)
+            elif now - self.book.started_at > self.args.controller.start_deadline_s:
+                await self._end(
+                    RunState.FAILED, f"{', '.join(missing)} not up within {self.args.controller.start_deadline_s:g} s"
+                )
+        if not self.run.ended:
+            self._watch(now)
+            if self.stalled and self.args.controller.stall_stops_run:
+                await self._end(RunState.FAILED, "; ".join(self.stalled))
+
+    def _watch(self, now: float) -> None:
+        """Say who waits for whom when no counter has moved for `stall_s` (B46)."""
+        if self.bus_stats is None or self.run.state is not RunState.RUNNING:
+            return
+        stall = find_stall(self.book.snapshots(), bus_snapshot(self.bus_stats), now, self.args.controller.stall_s)
+        if stall is not None and not self.stalled:
+            logger.warning("%s", stall.text())
+        self.stalled = [] if stall is None else [stall.text()]
+
+    async def _stats(self) -> dict[str, Any]:
+        self.bus_stats = await self.bus.stats()
+        return self.bus_stats.to_json()
+
+    async def _end(self, state: RunState, reason: str = "") -> None:
+        """Write the summary and the report, then tell everybody through their heartbeats."""
+        async with self._closing:
+            if self.run.ended:
+                return
+            closed = await asyncio.to_thread(
+                close_run, self.book, self.folder, self.bus_stats, time.monotonic() - self.wall_started, state, reason
+            )
+            self.summary, self.violations = closed.summary, closed.violations
+            self.run = self.run.move(state, reason)
+            if state is RunState.FAILED:
+                logger.error("run failed: %s", reason)
+
+    async def _take_down(self) -> None:
+        for app, method in ((names.ROLLOUT, "remove_instances"), (names.DCS, "remove_weights")):
+            try:
+                await call(app, method, deadline_s=40.0)
+            except (ServiceUnavailable, serve.exceptions.RayServeException) as error:
+                logger.warning("taking down: %s", error)
+        await self.bus.close()
+        await asyncio.to_thread(destroy_bus, self.bus_address)

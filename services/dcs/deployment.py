@@ -1,0 +1,150 @@
+"""DCS: commits published weights, tells instances of new versions, keeps checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from relax.checkpoint.store import CheckpointStore
+from relax.config.file import DcsArgs
+from relax.types import PolicyVersion
+from relax.weights.manifest import CorruptWeights
+from relax.weights.store import WeightStore
+from services import names
+from services.dcs.api import CheckpointInfo, PublishedVersion, PublishTicket
+from services.runtime import RoleReporter, call_when_up, run_folder_path
+
+logger = logging.getLogger("ray.serve")
+
+REFERENCE = "reference"
+"""Folder in the run folder with version 0: the reference policy."""
+
+
+def weights_root(args: DcsArgs, run_id: str) -> Path:
+    """Memory-backed folder of this run."""
+    return Path(args.dcs.shm_dir) / f"relax-{args.run.name}-{run_id}"
+
+
+@serve.deployment(
+    max_ongoing_requests=1000,
+    health_check_period_s=2,
+    health_check_timeout_s=10,
+    graceful_shutdown_timeout_s=5,
+    graceful_shutdown_wait_loop_s=0.2,
+)
+class Dcs:
+    """Staging is the actor's: it writes buckets and digests below `begin_publish().root`. Commit is ours:
+    every tensor is verified, then one rename makes the version visible and wakes the waiting instances."""
+
+    async def __init__(self, args: DcsArgs) -> None:
+        self.args = args
+        self.reporter = RoleReporter(names.DCS, names.DCS)
+        info = await call_when_up(names.CONTROLLER, "run_info")
+        self.run_dir = run_folder_path(args.run)
+        self.weights = WeightStore(
+            weights_root(args, info.run_id), keep=args.dcs.keep_versions, reserve_bytes=args.dcs.reserve_bytes
+        )
+        self.checkpoints = CheckpointStore(
+            self.run_dir / "checkpoints", keep=args.dcs.keep_checkpoints, reserve_bytes=args.dcs.reserve_bytes
+        )
+        self.published: PublishedVersion | None = None
+        self._changed = asyncio.Condition()
+        self._restore_published()
+        self.reporter.start()
+        self.reporter.state = "running"
+
+    def _restore_published(self) -> None:
+        """After a restart the folder is the truth: the newest visible version is published again."""
+        manifest = self.weights.latest()
+        if manifest is not None:
+            self.published = self._describe(PolicyVersion(manifest.version), manifest.step, manifest.digest, {})
+            self.reporter.facts["version"] = int(manifest.version)
+
+    def _describe(self, version: PolicyVersion, step: int, digest: str, probe: dict[str, Any]) -> PublishedVersion:
+        return PublishedVersion(int(version), step, str(self.weights.root / f"v{version:08d}"), digest, probe)
+
+    async def check_health(self) -> None:
+        self.reporter.check()
+
+    async def begin_publish(self) -> PublishTicket:
+        return PublishTicket(root=str(self.weights.root), bucket_bytes=self.args.dcs.bucket_bytes)
+
+    async def commit_publish(self, staging: str, probe: dict[str, Any]) -> PublishedVersion:
+        """Raises `CorruptWeights` and publishes nothing when a tensor differs from its digest (B2, B4)."""
+
+        def commit() -> PublishedVersion:
+            manifest = self.weights.commit(self.weights.staged(staging), faults=self.args.run.faults)
+            version = PolicyVersion(manifest.version)
+            if version == 0:
+                self._keep_reference()
+            return self._describe(version, manifest.step, manifest.digest, probe)
+
+        try:
+            published = await asyncio.to_thread(commit)
+        except CorruptWeights:
+            self.reporter.count("publications_refused")
+            raise
+        async with self._changed:
+            self.published = published
+            self._changed.notify_all()
+        self.reporter.count("publications")
+        self.reporter.facts["version"] = published.version
+        return published
+
+    def _keep_reference(self) -> None:
+        source = self.weights.root / "v00000000"
+        target = self.run_dir / REFERENCE
+        if target.exists():
+            return
+        partial = target.with_name(f".{REFERENCE}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(source, partial)
+        partial.rename(target)
+
+    async def wait_newer(self, than: int, wait_s: float) -> PublishedVersion | None:
+        """Long poll: the newest version above `than`, or None after `wait_s`."""
+
+        def newer() -> bool:
+            return self.published is not None and self.published.version > than
+
+        async with self._changed:
+            try:
+                await asyncio.wait_for(self._changed.wait_for(newer), wait_s)
+            except TimeoutError:
+                return None
+            return self.published
+
+    async def begin_checkpoint(self, step: int) -> str:
+        """An empty folder to write the state into. Raises `NoSpace` before anything is written (B47)."""
+        return str(await asyncio.to_thread(self.checkpoints.begin, step))
+
+    async def commit_checkpoint(self, step: int, folder: str, meta: dict[str, Any]) -> CheckpointInfo:
+        """Digest the files and make the checkpoint visible; adds the manager's ledger position."""
+        position = await call_when_up(names.ROLLOUT, "ledger_position", deadline_s=30.0)
+        meta = {**meta, "ledger": position}
+        manifest = await asyncio.to_thread(self.checkpoints.commit, step, Path(folder), meta)
+        self.reporter.count("checkpoints")
+        return CheckpointInfo(step, int(meta.get("version", -1)), str(manifest.folder), meta)
+
+    async def abort_checkpoint(self, folder: str, reason: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, folder, True)
+        self.reporter.count("checkpoints_failed")
+        logger.error("checkpoint failed: %s", reason)
+
+    async def latest_checkpoint(self) -> CheckpointInfo | None:
+        manifest = await asyncio.to_thread(self.checkpoints.latest)
+        if manifest is None:
+            return None
+        return CheckpointInfo(
+            manifest.step, int(manifest.meta.get("version", -1)), str(manifest.folder), dict(manifest.meta)
+        )
+
+    async def remove_weights(self) -> None:
+        """End of the run: nothing stays in shared memory."""
+        await asyncio.to_thread(shutil.rmtree, self.weights.root, True)
+        self.reporter.state = "stopped"

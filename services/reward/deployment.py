@@ -1,0 +1,147 @@
+"""Reward: leases samples, scores them in killable processes, puts reward fields."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+from ray import serve
+
+from bus.client import BusClient
+from bus.records import Lease, LeaseRequest, Row, RowPut
+from relax.config.file import RewardArgs
+from relax.data.models import ensure_model
+from relax.data.tokenizer import Tokenizer
+from relax.rewards.base import RewardRequest, RewardResult
+from relax.rewards.failures import FailureWindow, settle
+from relax.rewards.pool import RewardPool
+from relax.types import FinishReason, Prompt, Purpose, RewardState
+from services import names
+from services.consume import consume
+from services.controller.api import SampleRecord
+from services.reward.api import ScoreReply, ScoreRequest
+from services.runtime import RoleReporter, call, call_when_up, run_folder_path
+
+ROWS_PER_LEASE = 64
+FIELDS = ("prompt", "tokens", "loss_mask", "versions", "finish_reason")
+PRODUCES = ("reward", "accuracy", "reward_parts", "reward_state")
+
+
+@serve.deployment(
+    max_ongoing_requests=100,
+    health_check_period_s=2,
+    health_check_timeout_s=10,
+    graceful_shutdown_timeout_s=5,
+    graceful_shutdown_wait_loop_s=0.2,
+)
+class Reward:
+    async def __init__(self, args: RewardArgs) -> None:
+        self.args = args
+        self.reporter = RoleReporter(names.REWARD, names.REWARD)
+        info = await call_when_up(names.CONTROLLER, "run_info")
+        self.reporter.start()
+        run_dir = run_folder_path(args.run)
+        model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
+        self.tokenizer = await asyncio.to_thread(Tokenizer.load, model)
+        self.pool = RewardPool(args.reward, max_response_tokens=args.run.max_response_tokens, base=Path.cwd())
+        await self.pool.start()
+        self.failures = FailureWindow()
+        self.bus = await BusClient.connect(
+            info.bus, owner=self.reporter.replica_id, role=names.REWARD, config=args.run.bus, deadline_s=60.0
+        )
+        self.reporter.state = "running"
+        self.reporter.spawn(self._loop)
+
+    async def check_health(self) -> None:
+        self.reporter.check()
+
+    async def score(self, request: ScoreRequest) -> ScoreReply:
+        """Score one response with the run's reward; nothing is stored."""
+        prompt = Prompt("request", 0, 0, text="", label=request.label, metadata=request.metadata)
+        result = await self.pool.score(RewardRequest.of(prompt, request.response, FinishReason.STOP, 0))
+        return ScoreReply(
+            reward=result.reward,
+            accuracy=result.accuracy,
+            parts=dict(result.parts),
+            state=result.state.value,
+            error=result.error,
+        )
+
+    async def _loop(self) -> None:
+        request = LeaseRequest(task="reward", fields=FIELDS, max_items=ROWS_PER_LEASE, produces=PRODUCES)
+        await consume(self.bus, request, self.reporter, self._score_lease)
+
+    async def _score_lease(self, lease: Lease) -> None:
+        texts = [self.tokenizer.decode(row.array("tokens")[row.array("loss_mask")]) for row in lease.rows]
+        prompts = [Prompt.from_json(row.fields["prompt"]) for row in lease.rows]
+        results = await asyncio.gather(
+            *(
+                self.pool.score(
+                    RewardRequest.of(
+                        prompt, text, FinishReason(row.fields["finish_reason"]), int(row.array("loss_mask").sum())
+                    )
+                )
+                for row, text, prompt in zip(lease.rows, texts, prompts, strict=True)
+            )
+        )
+        await self._store(lease, results)
+        samples = [
+            self._sample(row, text, prompt, result)
+            for row, text, prompt, result in zip(lease.rows, texts, prompts, results, strict=True)
+        ]
+        await call(names.CONTROLLER, "report_samples", samples)
+        self._watch_failures(results)
+
+    async def _store(self, lease: Lease, results: list[RewardResult]) -> None:
+        """A number becomes fields; a failure under `exclude` ends the member with its reason (B20)."""
+        puts: list[RowPut] = []
+        for row, result in zip(lease.rows, results, strict=True):
+            settled = settle(result, self.args.reward.on_failure, self.args.reward.failure_reward)
+            if settled.excluded is not None:
+                await self.bus.tombstone(row.group_id, row.k, settled.excluded, lease_id=lease.lease_id)
+                continue
+            puts.append(
+                RowPut(
+                    row.row_id,
+                    row.group_id,
+                    {
+                        "reward": np.float32(settled.reward),
+                        "accuracy": np.float32(settled.accuracy),
+                        "reward_parts": dict(result.parts),
+                        "reward_state": result.state.value,
+                    },
+                )
+            )
+        if puts:
+            await self.bus.put(puts, lease_id=lease.lease_id)
+
+    def _sample(self, row: Row, text: str, prompt: Prompt, result: RewardResult) -> SampleRecord:
+        mask = row.array("loss_mask")
+        purpose = str(row.tags.get("purpose") or Purpose.TRAIN.value)
+        return SampleRecord(
+            row_id=row.row_id,
+            purpose=purpose,
+            version=int(row.array("versions").max()),
+            prompt=self.tokenizer.decode(row.array("tokens")[~mask], skip_special=False),
+            response=text,
+            label=prompt.label,
+            reward=result.reward,
+            accuracy=result.accuracy,
+            parts=dict(result.parts),
+            reward_state=result.state.value,
+            finish_reason=str(row.fields["finish_reason"]),
+        )
+
+    def _watch_failures(self, results: list[RewardResult]) -> None:
+        for result in results:
+            self.failures.record(result.state)
+            if result.state is not RewardState.OK:
+                self.reporter.count(f"failed_{result.state.value}")
+                self.reporter.facts["last_failure"] = result.error
+        if self.failures.should_stop(self.args.reward.max_failure_share):
+            self.reporter.end_run(
+                f"{100 * self.failures.share:.0f} % of the last {self.failures.calls} reward calls failed "
+                f"(reward.max_failure_share {self.args.reward.max_failure_share}); the last: "
+                f"{self.reporter.facts.get('last_failure')}"
+            )

@@ -1,0 +1,80 @@
+"""A fixed held-out set, answered greedily through the same engines, bus and rewards as training."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+from bus.client import BusClient
+from bus.records import Event, EventKind, GroupAdmission, MemberReport
+from relax.types import PolicyVersion, Prompt, Purpose, RelaxError
+from services.controller.api import EvalReport
+
+PART_TAG = "part_"
+"""Prefix of the tags that carry the parts of a reward."""
+
+
+class EvalIncomplete(RelaxError):
+    """Some answers did not come in time."""
+
+
+class Evaluation:
+    """One pass over the held-out prompts. Answers are kept in the order of the prompts, so that two passes pair."""
+
+    def __init__(self, when: str, prompts: Sequence[Prompt], epoch: int, first_seq: int):
+        self.when = when
+        self._prompts = [dataclasses.replace(prompt, epoch=epoch) for prompt in prompts]
+        self._first_seq = first_seq
+        self._answers: dict[str, MemberReport] = {}
+        self._all = asyncio.Event()
+
+    def on_event(self, event: Event) -> None:
+        if event.kind is EventKind.COMPLETE:
+            self._answers[event.group_id] = event.members[0]
+            if len(self._answers) == len(self._prompts):
+                self._all.set()
+
+    async def run(self, bus: BusClient, version: PolicyVersion, deadline_s: float) -> EvalReport:
+        """Raises `EvalIncomplete` past the deadline. A failed answer counts as accuracy 0, as in training it would."""
+        await bus.admit(
+            [
+                GroupAdmission(
+                    group_id=prompt.group_id,
+                    seq=self._first_seq + index,
+                    group_size=1,
+                    min_version=version,
+                    prompt=prompt.to_json(),
+                    purpose=Purpose.EVAL,
+                )
+                for index, prompt in enumerate(self._prompts)
+            ]
+        )
+        try:
+            await asyncio.wait_for(self._all.wait(), deadline_s)
+        except TimeoutError as error:
+            raise EvalIncomplete(
+                f"evaluation '{self.when}': {len(self._answers)} of {len(self._prompts)} answers "
+                f"within {deadline_s:g} s (rollout.eval.deadline_s)"
+            ) from error
+        reports = [self._answers[prompt.group_id] for prompt in self._prompts]
+        await bus.collect_eval([prompt.group_id for prompt in self._prompts])
+        return EvalReport(
+            when=self.when,
+            version=int(version),
+            accuracy=tuple(report.accuracy or 0.0 for report in reports),
+            parts=_part_means(reports),
+        )
+
+
+def _part_means(reports: Sequence[MemberReport]) -> dict[str, float]:
+    names = sorted({tag for report in reports for tag in report.tags if tag.startswith(PART_TAG)})
+    return {
+        name.removeprefix(PART_TAG): statistics.fmean(_number(report.tags.get(name)) for report in reports)
+        for name in names
+    }
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0

@@ -1,0 +1,294 @@
+"""One rollout instance: an engine, its weights, and workers that turn leased prompts into samples.
+
+    adoption loop   DCS.wait_newer ─▶ engine verifies and swaps ─▶ probe ─▶ report
+    lease loop      free slots ─▶ lease prompt groups ─▶ worker.step per missing member ─▶ put ─▶ acknowledge
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from pathlib import Path
+
+import numpy as np
+from ray import serve
+
+from bus.client import BusClient
+from bus.records import Closed, Empty, GroupInfo, Lease, LeaseLost, LeaseRequest, Row, RowPut
+from relax.config.file import RolloutArgs
+from relax.config.run import Fault
+from relax.data.models import ensure_model
+from relax.data.tokenizer import Tokenizer
+from relax.engines.base import EngineError
+from relax.engines.client import SglangClient
+from relax.engines.embedded import load_engine
+from relax.engines.server import HttpServer, build_app
+from relax.engines.transports import LocalTransport
+from relax.rollout.base import WorkerContext
+from relax.rollout.load import load_worker
+from relax.rollout.supervise import Failure, run_with_retries
+from relax.types import (
+    NO_VERSION,
+    DataItem,
+    PolicyVersion,
+    Prompt,
+    Purpose,
+    SamplingParams,
+    Trajectory,
+    make_row_id,
+    make_sample_id,
+)
+from services import names
+from services.controller.api import AdoptionReport
+from services.dcs.api import PublishedVersion
+from services.rollout.api import InstanceStatus
+from services.rollout.put_batcher import PutBatcher
+from services.runtime import RoleReporter, ServiceUnavailable, call, call_when_up, limit_threads, run_folder_path
+
+logger = logging.getLogger("ray.serve")
+
+LONG_POLL_S = 2.0
+WEIGHTS_POLL_S = 5.0
+
+
+def sample_seed(run_seed: int, sample_id: str) -> int:
+    """The draw of a sample is a function of the run's seed, the sample and the position alone."""
+    digest = hashlib.blake2b(f"{run_seed}:{sample_id}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+@serve.deployment(
+    max_ongoing_requests=100,
+    health_check_period_s=2,
+    health_check_timeout_s=10,
+    graceful_shutdown_timeout_s=5,
+    graceful_shutdown_wait_loop_s=0.2,
+)
+class RolloutInstance:
+    async def __init__(self, args: RolloutArgs, app: str) -> None:
+        limit_threads(args.run)
+        self.args, self.app = args, app
+        self.reporter = RoleReporter("instance", app)
+        info = await call_when_up(names.CONTROLLER, "run_info")
+        self.reporter.start()
+        run_dir = run_folder_path(args.run)
+        model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
+        self.tokenizer = await asyncio.to_thread(Tokenizer.load, model)
+        self.engine = await asyncio.to_thread(
+            load_engine,
+            model,
+            args.rollout.engine,
+            args.run.max_tokens,
+            args.run.threads,
+            skip_adoption=Fault.SKIP_ADOPTION in args.run.faults,
+            trust_remote_code=args.run.model.trust_remote_code,
+        )
+        self.engine.start()
+        self.client = SglangClient(LocalTransport(self.engine))
+        self.server = HttpServer(build_app(self.engine))
+        await asyncio.to_thread(self.server.start, 30.0)
+        context = WorkerContext(self.client, self.tokenizer, args.run.max_tokens, args.run.group_deadline_s)
+        self.worker = load_worker(args.rollout.worker, Path.cwd())(context)
+        self.bus = await BusClient.connect(
+            info.bus, owner=self.reporter.replica_id, role=app, config=args.run.bus, deadline_s=60.0
+        )
+        self.puts = PutBatcher(self.bus)
+        self.version = NO_VERSION
+        self.adopted = asyncio.Event()
+        self.running_samples = 0
+        self.freed = asyncio.Event()
+        self.draining = False
+        self._groups: set[asyncio.Task[None]] = set()
+        self.reporter.state = "waiting_weights"
+        self.reporter.waiting_for = "weights"
+        self.reporter.spawn(self._adopt_loop)
+        self.reporter.spawn(self._lease_loop)
+
+    async def check_health(self) -> None:
+        self.reporter.check()
+        if not self.engine.healthy():
+            raise RuntimeError(f"engine: {self.engine.failure}")
+
+    async def status(self) -> InstanceStatus:
+        return InstanceStatus(
+            app=self.app,
+            version=int(self.version),
+            running_samples=self.running_samples,
+            url=self.server.url,
+            replica_id=self.reporter.replica_id,
+        )
+
+    async def drain(self, deadline_s: float) -> bool:
+        """Lease no more and wait until nothing runs; False when the deadline came first."""
+        self.draining = True
+        end = time.monotonic() + deadline_s
+        while self._groups and (left := end - time.monotonic()) > 0:
+            await asyncio.wait(self._groups, timeout=left)
+        return not self._groups
+
+    # ------------------------------------------------------------------ weights
+
+    async def _adopt_loop(self) -> None:
+        while not self.reporter.stopped.is_set():
+            newer: PublishedVersion | None = await call_when_up(
+                names.DCS, "wait_newer", int(self.version), WEIGHTS_POLL_S
+            )
+            if newer is not None:
+                await self._adopt(newer)
+
+    async def _adopt(self, newer: PublishedVersion) -> None:
+        """All or nothing; a failed adoption is counted and the next version is tried (B1, B4)."""
+        begin = time.monotonic()
+        version = PolicyVersion(newer.version)
+        try:
+            report = await self.client.update_weights_from_disk(
+                newer.folder, version, deadline_s=self.args.rollout.adoption_deadline_s
+            )
+        except (EngineError, TimeoutError) as error:
+            self.reporter.count("adoptions_failed")
+            self.reporter.facts["adoption_error"] = str(error)
+            logger.error("%s: version %d not adopted: %s", self.app, version, error)
+            await asyncio.sleep(0.1)  # a version that was collected meanwhile is followed by a newer one
+            return
+        seconds = time.monotonic() - begin
+        self.version = report.version
+        self.reporter.facts.update(version=int(report.version), digest=report.digest)
+        self.reporter.count("adoptions")
+        self.adopted.set()
+        self.freed.set()
+        gap_max, gap_mean = await self._probe_gap(newer)
+        adoption = AdoptionReport(
+            instance=self.app,
+            version=int(report.version),
+            digest=report.digest,
+            digest_ok=report.digest == newer.digest,
+            gap_max=gap_max,
+            gap_mean=gap_mean,
+            seconds=seconds,
+        )
+        await call(names.CONTROLLER, "report_adoption", adoption)
+
+    async def _probe_gap(self, published: PublishedVersion) -> tuple[float, float]:
+        """max and mean |trainer - engine| log-prob of the probe, at equal version, with a fresh KV."""
+        if not published.probe:
+            return 0.0, 0.0
+        gaps = [
+            np.abs(np.asarray(theirs[1:]) - ours[1:])
+            for tokens, theirs in zip(published.probe["tokens"], published.probe["logprobs"], strict=True)
+            for ours in [await self.client.score(np.asarray(tokens, np.int32), deadline_s=60.0)]
+        ]
+        values = np.concatenate(gaps)
+        return float(values.max()), float(values.mean())
+
+    # ------------------------------------------------------------------ samples
+
+    async def _lease_loop(self) -> None:
+        with self.reporter.time_split.book("wait_weights_s"):
+            await self.adopted.wait()
+        self.reporter.state = "active"
+        group_size = self.args.run.group_size
+        while not self.reporter.stopped.is_set() and not self.draining:
+            free = self.args.rollout.engine.slots - self.running_samples
+            if free < min(group_size, self.args.rollout.engine.slots):
+                self.freed.clear()
+                self.reporter.waiting_for = ""
+                await self.freed.wait()
+                continue
+            self.reporter.waiting_for = "prompts" if not self.running_samples else ""
+            request = LeaseRequest(
+                task="rollout", fields=("prompt",), max_items=max(1, free // group_size), version=self.version
+            )
+            begin = time.monotonic()
+            answer = await self.bus.lease(request, wait_s=LONG_POLL_S)
+            if not self.running_samples:
+                self.reporter.time_split.add("wait_data_s", time.monotonic() - begin)
+            if isinstance(answer, Closed):
+                self.reporter.state, self.reporter.waiting_for = "done", ""
+                return
+            if not isinstance(answer, Empty):
+                self._start(answer)
+
+    def _start(self, lease: Lease) -> None:
+        samples = sum(len(group.missing) for group in lease.groups)
+        self.running_samples += samples
+        task = asyncio.create_task(self._run_lease(lease, samples))
+        self._groups.add(task)
+        task.add_done_callback(self._groups.discard)
+
+    async def _run_lease(self, lease: Lease, samples: int) -> None:
+        begin = time.monotonic()
+        left = samples
+        prompts = {row.group_id: row for row in lease.rows}
+
+        async def member(group: GroupInfo, row: Row, k: int) -> None:
+            nonlocal left
+            try:
+                await self._sample(lease.lease_id, group, row, k)
+            finally:
+                left -= 1
+                self.running_samples -= 1
+                self.freed.set()
+
+        try:
+            async with self.bus.holding(lease):
+                await asyncio.gather(
+                    *(member(group, prompts[group.group_id], k) for group in lease.groups for k in group.missing)
+                )
+        except LeaseLost:
+            self.reporter.count("leases_lost")
+        except Exception as error:  # the supervisor border of this lease: the replica is told unhealthy
+            if not self.reporter.stopped.is_set():
+                self.reporter.fail(error)
+        finally:
+            self.running_samples -= left
+            self.freed.set()
+            self.reporter.time_split.add("work_s", (time.monotonic() - begin) * samples / self.args.rollout.engine.slots)
+
+    async def _sample(self, lease_id: str, group: GroupInfo, row: Row, k: int) -> None:
+        item = self._item(group, row, k)
+        outcome = await run_with_retries(
+            self.worker, item, self.args.rollout.sample_retries, max_tokens=self.args.run.max_tokens
+        )
+        if isinstance(outcome, Failure):
+            self.reporter.count("samples_failed")
+            self.reporter.facts["last_sample_error"] = outcome.reason
+            await self.bus.tombstone(group.group_id, k, "rollout_failed", lease_id=lease_id)
+            return
+        await self.puts.put(self._row(group, k, outcome), lease_id)
+        self.reporter.count("samples")
+        self.reporter.count("tokens", float(outcome.loss_mask.sum()))
+
+    def _item(self, group: GroupInfo, row: Row, k: int) -> DataItem:
+        prompt = Prompt.from_json(row.fields["prompt"])
+        run, rollout = self.args.run, self.args.rollout
+        seed = sample_seed(run.seed, make_sample_id(prompt.group_id, k))
+        if group.purpose == Purpose.EVAL:
+            sampling = SamplingParams(
+                temperature=0.0, max_new_tokens=run.max_response_tokens, stop=rollout.sampling.stop, seed=seed
+            )
+        else:
+            sampling = rollout.sampling.to_params(run.max_response_tokens, seed)
+        return DataItem(prompt, k, group.group_size, tuple(self.tokenizer.render(prompt)), sampling)
+
+    def _row(self, group: GroupInfo, k: int, trajectory: Trajectory) -> RowPut:
+        return RowPut(
+            make_row_id(group.group_id, k),  # type: ignore[arg-type]
+            group.group_id,
+            {
+                "tokens": trajectory.tokens,
+                "loss_mask": trajectory.loss_mask,
+                "rollout_logprobs": trajectory.rollout_logprobs,
+                "versions": trajectory.versions,
+                "sampling": trajectory.sampling.to_json(),
+                "finish_reason": trajectory.finish_reason.value,
+                "metadata": trajectory.metadata,
+            },
+            {"purpose": group.purpose},
+        )
+
+    def __del__(self) -> None:
+        engine = getattr(self, "engine", None)
+        if engine is not None:
+            engine.close(2.0)

@@ -1,0 +1,127 @@
+"""The instances of a run: each its own Serve application, made, watched and removed here.
+
+Replicas of one deployment would not do: Serve chooses the victim on scale-down, settings are per deployment,
+and a scale-up that fails is retried for ever while the status stays healthy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from ray import serve
+from ray.serve.api import RunTarget
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
+
+from relax.config.file import RolloutArgs
+from relax.control.lifecycle import FINAL, Deadlines, Instance, InstanceState
+from services.names import INSTANCE_PREFIX, instance_app
+from services.rollout.api import InstanceStatus
+from services.rollout.instance import RolloutInstance
+from services.runtime import RoleReporter, ServiceUnavailable, call
+
+logger = logging.getLogger("ray.serve")
+
+POLL_S = 0.5
+STATUS_DEADLINE_S = 5.0
+DRAIN_S = 30.0
+
+
+class InstancePool:
+    """`run` creates the wanted instances side by side and follows each through its life cycle."""
+
+    def __init__(self, args: RolloutArgs, reporter: RoleReporter):
+        self.args, self.reporter = args, reporter
+        self.deadlines = Deadlines.from_config(args.rollout, DRAIN_S)
+        self.instances: dict[str, Instance] = {}
+        self._statuses: dict[str, InstanceStatus] = {}
+
+    async def run(self) -> None:
+        now = time.monotonic()
+        existing = await asyncio.to_thread(self._existing)
+        for number in range(self.args.rollout.instances):
+            name = instance_app(number)
+            self.instances[name] = Instance(name, now)
+        wanted = [name for name in self.instances if name not in existing]
+        await asyncio.gather(*(self._create(name) for name in wanted))
+        for name in existing & set(self.instances):  # made by an earlier life of this manager
+            self._move(name, InstanceState.CREATING)
+        while not self.reporter.stopped.is_set():
+            await self._observe_all()
+            await asyncio.sleep(POLL_S)
+
+    @staticmethod
+    def _existing() -> set[str]:
+        return {name for name in serve.status().applications if name.startswith(INSTANCE_PREFIX)}
+
+    async def _create(self, name: str) -> None:
+        self._move(name, InstanceState.CREATING)
+        app = RolloutInstance.options(  # type: ignore[attr-defined]
+            num_replicas=1,
+            ray_actor_options={"num_cpus": self.args.rollout.instance_num_cpus},
+        ).bind(self.args, name)
+        await asyncio.to_thread(
+            serve.run_many,
+            [RunTarget(app, name=name, route_prefix=None)],
+            wait_for_ingress_deployment_creation=True,
+            wait_for_applications_running=False,
+        )
+
+    async def _observe_all(self) -> None:
+        statuses = await asyncio.to_thread(lambda: serve.status().applications)
+        living = [name for name, instance in self.instances.items() if instance.state not in FINAL]
+        await asyncio.gather(*(self._observe(name, statuses[name].status) for name in living if name in statuses))
+        self.reporter.facts["instances"] = {
+            name: {"state": instance.state.value, "reason": instance.reason, "restarts": instance.restarts}
+            for name, instance in self.instances.items()
+        }
+        if self.instances and all(i.state is InstanceState.FAILED for i in self.instances.values()):
+            reasons = "; ".join(f"{i.name}: {i.reason}" for i in self.instances.values())
+            self.reporter.end_run(f"every rollout instance failed: {reasons}")
+
+    async def _observe(self, name: str, app: ApplicationStatus) -> None:
+        instance = self.instances[name]
+        if app == ApplicationStatus.DEPLOY_FAILED:
+            await self._fail(name, "its application could not be deployed")
+            return
+        if instance.state is InstanceState.CREATING and app == ApplicationStatus.RUNNING:
+            self._move(name, InstanceState.HEALTH_CHECKING)
+        if self.instances[name].state is not InstanceState.CREATING:
+            await self._ask(name)
+        late = self.instances[name].late(time.monotonic(), self.deadlines)
+        if late is not None:
+            await self._fail(name, late)
+
+    async def _ask(self, name: str) -> None:
+        """Follow the instance's own word about itself."""
+        try:
+            status: InstanceStatus = await call(name, "status", deadline_s=STATUS_DEADLINE_S)
+        except (ServiceUnavailable, RayServeException) as error:
+            logger.debug("%s: %s", name, error)
+            return
+        before = self._statuses.get(name)
+        self._statuses[name] = status
+        if before is not None and before.replica_id != status.replica_id:
+            self._move(name, InstanceState.HEALTH_CHECKING, "its replica was replaced")
+        if self.instances[name].state is InstanceState.HEALTH_CHECKING:
+            self._move(name, InstanceState.WEIGHT_SYNCING)
+        if status.version >= 0 and self.instances[name].state is InstanceState.WEIGHT_SYNCING:
+            self._move(name, InstanceState.READY)
+        if status.running_samples and self.instances[name].state is InstanceState.READY:
+            self._move(name, InstanceState.ACTIVE)
+
+    async def _fail(self, name: str, reason: str) -> None:
+        """Nothing half-made stays behind."""
+        self._move(name, InstanceState.FAILED, reason)
+        self.reporter.count("instances_failed")
+        logger.error("%s failed: %s", name, reason)
+        await asyncio.to_thread(serve.delete, name, False)
+
+    def _move(self, name: str, state: InstanceState, reason: str = "") -> None:
+        self.instances[name] = self.instances[name].move(state, time.monotonic(), reason)
+
+    async def remove_all(self) -> None:
+        names = await asyncio.to_thread(self._existing)
+        await asyncio.gather(*(asyncio.to_thread(serve.delete, name, True) for name in names))

@@ -1,0 +1,47 @@
+"""Samples are put as they finish; those that finish while a put is under way share the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from bus.client import BusClient
+from bus.records import BusError, RowPut
+
+
+class PutBatcher:
+    """One put in flight at a time per lease. Each `put` returns when its row is visible, or raises its put's error."""
+
+    def __init__(self, bus: BusClient):
+        self._bus = bus
+        self._pending: dict[str, list[tuple[RowPut, asyncio.Future[None]]]] = defaultdict(list)
+        self._running: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def put(self, row: RowPut, lease_id: str) -> None:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pending[lease_id].append((row, future))
+        if lease_id not in self._running:
+            self._running.add(lease_id)
+            task = asyncio.create_task(self._drain(lease_id))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        await future
+
+    async def _drain(self, lease_id: str) -> None:
+        try:
+            # One turn of the loop lets the other samples that just finished join this put.
+            await asyncio.sleep(0)
+            while batch := self._pending.pop(lease_id, []):
+                try:
+                    await self._bus.put([row for row, _ in batch], lease_id=lease_id)
+                except BusError as error:
+                    for _, future in batch:
+                        if not future.done():
+                            future.set_exception(error)
+                else:
+                    for _, future in batch:
+                        if not future.done():
+                            future.set_result(None)
+        finally:
+            self._running.discard(lease_id)

@@ -1,0 +1,189 @@
+"""What every role needs inside its replica: paths, calls with deadlines, heartbeats, its time split."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ray import serve
+from ray.serve.exceptions import RayServeException
+
+from relax.config.run import RunConfig
+from relax.types import RelaxError
+from services import names
+from services.controller.api import Directive, Heartbeat
+
+logger = logging.getLogger("ray.serve")
+T = TypeVar("T")
+
+CALL_DEADLINE_S = 20.0
+"""Default deadline of a call between services."""
+START_DEADLINE_S = 180.0
+"""Longest wait for another service to come up: they are deployed in parallel and import torch."""
+
+
+class ServiceUnavailable(RelaxError):
+    """Another service did not answer within the deadline; says which call."""
+
+
+def run_folder_path(run: RunConfig) -> Path:
+    """Relative run folders hang under RELAX_HOME, else under the folder that Ray was started in."""
+    path = Path(run.run_dir).expanduser()
+    return path if path.is_absolute() else Path(os.environ.get("RELAX_HOME", os.getcwd())) / path
+
+
+def limit_threads(run: RunConfig) -> None:
+    import torch
+
+    torch.set_num_threads(run.threads)
+
+
+async def call(app: str, method: str, *args: Any, deadline_s: float = CALL_DEADLINE_S) -> Any:
+    """One call to the ingress deployment of an application. Raises `ServiceUnavailable` past the deadline."""
+
+    async def once() -> Any:
+        return await getattr(serve.get_app_handle(app), method).remote(*args)
+
+    try:
+        return await asyncio.wait_for(once(), deadline_s)
+    except TimeoutError as error:
+        raise ServiceUnavailable(f"{app}.{method} gave no answer within {deadline_s:g} s") from error
+
+
+async def call_when_up(app: str, method: str, *args: Any, deadline_s: float = START_DEADLINE_S) -> Any:
+    """As `call`, for a service that may not exist yet: tries again until the deadline."""
+    end = time.monotonic() + deadline_s
+    while True:
+        remaining = end - time.monotonic()
+        if remaining <= 0:
+            raise ServiceUnavailable(f"{app}.{method}: the service did not come up within {deadline_s:g} s")
+        try:
+            return await call(app, method, *args, deadline_s=min(remaining, CALL_DEADLINE_S))
+        except (RayServeException, ServiceUnavailable) as error:
+            logger.debug("waiting for %s: %s", app, error)
+            await asyncio.sleep(0.2)
+
+
+class TimeSplit:
+    """Where a role's time goes. Seconds since the start, by kind; what is not booked is idle."""
+
+    KINDS = ("work_s", "wait_data_s", "wait_weights_s")
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._booked = dict.fromkeys(self.KINDS, 0.0)
+
+    @contextlib.contextmanager
+    def book(self, kind: str) -> Iterator[None]:
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._booked[kind] += time.monotonic() - begin
+
+    def add(self, kind: str, seconds: float) -> None:
+        self._booked[kind] += seconds
+
+    def snapshot(self) -> dict[str, float]:
+        total = time.monotonic() - self._started
+        return {**self._booked, "idle_s": max(0.0, total - sum(self._booked.values()))}
+
+
+class RoleReporter:
+    """The replica's own account of itself, sent to the controller each interval.
+
+    Counters only grow; the controller reads progress from their change. An exception of the role's
+    main loop is sent as the role's error and also makes `check_health` fail, so that both detection
+    paths see it.
+    """
+
+    def __init__(self, role: str, instance: str, interval_s: float = 1.0):
+        self.role, self.instance, self.interval_s = role, instance, interval_s
+        self.state = "starting"
+        self.waiting_for = ""
+        self.counters: dict[str, float] = {}
+        self.facts: dict[str, Any] = {}
+        self.time_split = TimeSplit()
+        self.error: str | None = None
+        self.fatal: str | None = None
+        self.directive = Directive()
+        self.stopped = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        context = serve.get_replica_context()
+        self.replica_id = context.replica_id.unique_id
+
+    def count(self, name: str, amount: float = 1.0) -> None:
+        self.counters[name] = self.counters.get(name, 0.0) + amount
+
+    def spawn(self, loop_function: Callable[[], Awaitable[None]]) -> None:
+        """Run one of the role's loops; its exception becomes the role's error."""
+
+        async def supervised() -> None:
+            try:
+                await loop_function()
+            except asyncio.CancelledError:
+                raise
+            except Exception as error:  # the one supervisor border of this process: recorded and reported
+                if not self.stopped.is_set():
+                    self.fail(error)
+
+        task = asyncio.get_running_loop().create_task(supervised())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = "".join(traceback.format_exception(error)).strip()
+        self.state = "failed"
+        logger.error("%s failed: %s", self.instance, self.error)
+
+    def end_run(self, reason: str) -> None:
+        """Ask the controller to end the run as failed, with the reason."""
+        self.fatal = self.fatal or reason
+
+    def check(self) -> None:
+        """Raise the error of a failed loop; for `check_health`."""
+        if self.error is not None:
+            raise RuntimeError(self.error)
+
+    def start(self) -> None:
+        task = asyncio.get_running_loop().create_task(self._beat())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def send(self) -> None:
+        beat = Heartbeat(
+            role=self.role,
+            instance=self.instance,
+            replica_id=self.replica_id,
+            pid=os.getpid(),
+            state=self.state,
+            waiting_for=self.waiting_for,
+            counters=dict(self.counters),
+            facts=dict(self.facts),
+            time_split=self.time_split.snapshot(),
+            error=self.error,
+            fatal=self.fatal,
+        )
+        self.directive = await call(names.CONTROLLER, "heartbeat", beat, deadline_s=CALL_DEADLINE_S)
+        if self.directive.stop:
+            self.stopped.set()
+
+    async def _beat(self) -> None:
+        while True:
+            try:
+                await self.send()
+            except (RayServeException, ServiceUnavailable) as error:
+                self.count("heartbeats_lost")
+                logger.debug("heartbeat lost: %s", error)
+            await asyncio.sleep(self.interval_s)
+
+    def cancel(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
