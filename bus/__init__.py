@@ -1,0 +1,1 @@
+"""The bus: an asynchronous put/get field store with leases, over TransferQueue."""

@@ -23,6 +23,8 @@ Tags = Mapping[str, Scalar]
 
 PROMPTS = "prompts"
 SAMPLES = "samples"
+TRAINING = "training"
+"""Closed in place of `prompts` when only groups of purpose train have ended: evaluations may follow."""
 DRAIN = "drain"
 """Release reason of a consumer that hands work back in good order: the delivery does not count."""
 
@@ -245,6 +247,13 @@ class Row:
             raise TypeError(f"field {name!r} of {self.row_id} is not an array")
         return value
 
+    def json(self, name: str) -> Json:
+        """The JSON field `name`; a TypeError if it is an array field."""
+        value = self.fields[name]
+        if isinstance(value, np.ndarray):
+            raise TypeError(f"field {name!r} of {self.row_id} is an array")
+        return value
+
 
 @dataclass(frozen=True, slots=True)
 class Lease:
@@ -349,6 +358,15 @@ class Account:
         return self.produced == self.trained + sum(self.dropped.values()) + self.queued
 
 
+class HeldLease(NamedTuple):
+    """One open lease; `age_s` since it was given."""
+
+    task: str
+    owner: str
+    items: int
+    age_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class BusStats:
     """One atomic snapshot. Bytes are charged bytes: the worst case until a row has ended."""
@@ -369,6 +387,7 @@ class BusStats:
     open_groups: int
     ready: dict[str, int]
     leases: dict[str, int]
+    held: tuple[HeldLease, ...]
     counters: dict[str, int]
     version: int
     step: int
@@ -380,3 +399,12 @@ class BusStats:
 
 def _number(value: Scalar) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer to `register`: who the caller now is, and where TransferQueue listens."""
+
+    caller: Caller
+    engine: Any
+    stores: dict[str, Any]

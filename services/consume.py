@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from bus.client import BusClient
+from bus.errors import BusError
 from bus.records import Closed, Empty, Lease, LeaseRequest
 from services.runtime import RoleReporter
 
 LONG_POLL_S = 2.0
 """How long one lease call waits in the bus: also how late a stop is noticed."""
+
+
+@contextlib.asynccontextmanager
+async def holding(bus: BusClient, lease: Lease) -> AsyncIterator[None]:
+    """Acknowledge a kept lease on a clean exit; release it on an exception, which is the error to report."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(BusError):
+            await bus.release(lease.lease_id, type(error).__name__)
+        raise
+    await bus.ack(lease.lease_id)
 
 
 async def consume(
@@ -22,14 +36,14 @@ async def consume(
     while not reporter.stopped.is_set():
         reporter.waiting_for = f"rows ready for {request.task}"
         with reporter.time_split.book("wait_data_s"):
-            lease = await bus.lease(request, wait_s=LONG_POLL_S)
+            lease = await bus.lease(request, wait_s=LONG_POLL_S, keep=True)
         if isinstance(lease, Closed):
             reporter.state, reporter.waiting_for = "done", ""
             return
         if isinstance(lease, Empty):
             continue
         reporter.waiting_for = ""
-        async with bus.holding(lease):
+        async with holding(bus, lease):
             with reporter.time_split.book("work_s"):
                 await handle(lease)
         reporter.count("rows", len(lease.rows))

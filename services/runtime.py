@@ -18,7 +18,7 @@ from ray.serve.exceptions import RayServeException
 from relax.config.run import RunConfig
 from relax.types import RelaxError
 from services import names
-from services.controller.api import Directive, Heartbeat
+from services.controller.api import Directive, Heartbeat, RunInfo
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -104,8 +104,8 @@ class RoleReporter:
     paths see it.
     """
 
-    def __init__(self, role: str, instance: str, interval_s: float = 1.0):
-        self.role, self.instance, self.interval_s = role, instance, interval_s
+    def __init__(self, role: str, instance: str):
+        self.role, self.instance, self.interval_s = role, instance, 1.0
         self.state = "starting"
         self.waiting_for = ""
         self.counters: dict[str, float] = {}
@@ -114,10 +114,14 @@ class RoleReporter:
         self.error: str | None = None
         self.fatal: str | None = None
         self.directive = Directive()
+        self.refresh: Callable[[], None] = lambda: None
+        """Called before each report, to bring `facts` up to date."""
         self.stopped = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         context = serve.get_replica_context()
         self.replica_id = context.replica_id.unique_id
+        self.owner = f"{instance}-{context.rank.rank if context.rank else 0}"
+        """Who this replica is in the bus; its successor takes the name over and fences it."""
 
     def count(self, name: str, amount: float = 1.0) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
@@ -152,12 +156,20 @@ class RoleReporter:
         if self.error is not None:
             raise RuntimeError(self.error)
 
+    async def join(self, section: dict[str, Any]) -> RunInfo:
+        """Wait for the controller, hand it this role's part of the resolved configuration, begin reporting."""
+        info: RunInfo = await call_when_up(names.CONTROLLER, "join", self.role, section)
+        self.interval_s = info.heartbeat_s
+        self.start()
+        return info
+
     def start(self) -> None:
         task = asyncio.get_running_loop().create_task(self._beat())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def send(self) -> None:
+        self.refresh()
         beat = Heartbeat(
             role=self.role,
             instance=self.instance,

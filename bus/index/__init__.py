@@ -10,7 +10,7 @@ call takes `now` (seconds, monotonic). `woken` collects the tasks (and `events`,
 
 from __future__ import annotations
 
-from bus.errors import BusError
+from bus.errors import BusError, PutLost
 from bus.index.budget import Budget
 from bus.index.groups import Groups
 from bus.index.leases import Leases
@@ -21,6 +21,7 @@ from bus.index.tasks import TaskQueues
 from bus.records import (
     PROMPTS,
     SAMPLES,
+    TRAINING,
     Account,
     AckResult,
     BusStats,
@@ -83,6 +84,11 @@ class Index:
         self._enter(caller, now)
         return self._puts.plan(caller, put_id, rows, lease_id, now, allocate)
 
+    def check_planned(self, put_id: str) -> None:
+        """PutLost unless this put is planned: its storage rows are then still its own."""
+        if put_id not in self.state.plans:
+            raise PutLost(f"put {put_id} has no plan")
+
     def commit_put(self, caller: Caller, put_id: str, now: float) -> PutResult:
         """Make a planned put visible."""
         self._enter(caller, now)
@@ -144,7 +150,7 @@ class Index:
 
     def close_topic(self, caller: Caller, topic: str, now: float) -> None:
         self._enter(caller, now)
-        if topic not in (PROMPTS, SAMPLES):
+        if topic not in (PROMPTS, SAMPLES, TRAINING):
             raise BusError(f"unknown topic {topic!r}")
         self.state.closed.add(topic)
         self.state.woken |= {"rollout", "reward", "ref", "actor"}

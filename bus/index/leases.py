@@ -7,12 +7,13 @@ from collections.abc import Iterable
 
 from bus.errors import BusError, Fenced, GroupTooLarge, IncompleteGroup, LeaseLost
 from bus.index.groups import Groups
-from bus.index.state import Group, LeaseState, Row, State
+from bus.index.state import TRAINED, Group, LeaseState, Row, State
 from bus.index.tasks import TaskQueues, task_named
 from bus.records import (
     DRAIN,
     PROMPTS,
     SAMPLES,
+    TRAINING,
     AckResult,
     BlobRef,
     Caller,
@@ -77,7 +78,8 @@ class Leases:
         task = task_named(request.task)
         self._queues.open(request)
         ttl = self._s.limits.lease_ttl_s if request.ttl_s is None else request.ttl_s
-        lease = LeaseState(request.lease_id, task.name, caller.owner, caller.incarnation, ttl, now + ttl, {}, request)
+        owner = caller.owner, caller.incarnation
+        lease = LeaseState(request.lease_id, task.name, *owner, ttl, now + ttl, {}, request, now)
         take = {"prompt": self._take_prompts, "row": self._take_rows, "group": self._take_groups}[task.level]
         reason = take(lease, request)
         if lease.items:
@@ -159,10 +161,13 @@ class Leases:
 
     def _drained(self, task: str) -> bool:
         """Closed for good: nothing more is admitted and nothing that could become work is open."""
-        no_more_rows = PROMPTS in self._s.closed and (not self._s.unproduced or SAMPLES in self._s.closed)
+        closed = self._s.closed
+        no_more_rows = PROMPTS in closed and (not self._s.unproduced or SAMPLES in closed)
         if task == "rollout":
-            return PROMPTS in self._s.closed and not self._s.unproduced
-        return no_more_rows and not (self._s.incomplete if task == "reward" else self._s.open_train)
+            return PROMPTS in closed and not self._s.unproduced
+        if task == "reward":
+            return no_more_rows and not self._s.incomplete
+        return (no_more_rows or TRAINING in closed) and not self._s.open_train
 
     # -- grants ------------------------------------------------------------------------------
 
@@ -263,12 +268,11 @@ class Leases:
             row.done.add(lease.task)
             del row.leases[lease.task]
         alive = group is not None and group.fate is None
-        if group is not None and alive:
-            if lease.task == "actor":
-                self._groups.end(group, "trained", step)
-                group.actor.lease_id = None
-            elif lease.task == "rollout":
-                group.rollout.lease_id = None
+        if group is not None and lease.task == "rollout":
+            group.rollout.lease_id = None
+        elif group is not None and alive and lease.task == "actor":
+            self._groups.end(group, TRAINED, step)
+            group.actor.lease_id = None
         self._detach(lease, item, group)
         return alive
 

@@ -14,7 +14,8 @@ from bus.index.leases import Leases
 from bus.index.partitions import Partitions
 from bus.index.state import Garbage, Group, Member, Plan, PlannedFields, Row, State, StoredField
 from bus.index.tasks import TaskQueues
-from bus.records import PROMPTS, SAMPLES, AdmitHeader, Caller, PlannedRow, PutPlan, PutResult, RowHeader
+from bus.records import PROMPTS, SAMPLES, TRAINING, AdmitHeader, Caller, PlannedRow, PutPlan, PutResult, RowHeader
+from relax.types import Purpose
 
 Allocate = Callable[[str], int]
 """Partition -> a free storage slot in it."""
@@ -106,7 +107,7 @@ class Puts:
     def _is_new_group(self, spec: AdmitHeader, plan: Plan) -> bool:
         group = self._s.groups.get(spec.group_id)
         if group is None:
-            if PROMPTS in self._s.closed:
+            if PROMPTS in self._s.closed or (TRAINING in self._s.closed and spec.purpose == Purpose.TRAIN):
                 plan.refused.append((spec.group_id, "closed"))
                 return False
             return True

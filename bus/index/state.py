@@ -177,6 +177,7 @@ class LeaseState:
     expires_at: float
     items: dict[str, None]
     request: LeaseRequest
+    since: float = 0.0
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from bus.index.state import TRAINED, State
 from bus.index.tasks import TaskQueues
-from bus.records import Account, BusStats
+from bus.records import Account, BusStats, HeldLease
 
 
 def account(state: State) -> Account:
@@ -56,6 +56,9 @@ def snapshot(state: State, queues: TaskQueues, epoch: str, now: float) -> BusSta
         open_groups=len(unfinished),
         ready=queues.sizes(),
         leases=dict(Counter(lease.task for lease in state.leases.values())),
+        held=tuple(
+            HeldLease(lease.task, lease.owner, len(lease.items), now - lease.since) for lease in state.leases.values()
+        ),
         counters=dict(state.counters),
         version=state.version,
         step=state.step,

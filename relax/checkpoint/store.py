@@ -63,28 +63,45 @@ class CheckpointStore:
     def save(
         self, step: int, write: Callable[[Path], None], meta: dict[str, Any], *, expected_bytes: int | None = None
     ) -> CheckpointManifest:
-        """Let `write` fill an empty folder, then make it a checkpoint.
+        """`begin`, let `write` fill the folder, `commit`. Whatever `write` raises passes through."""
+        writing = self.begin(step, expected_bytes)
+        try:
+            write(writing)
+        except BaseException as error:
+            raise self._given_up(writing, step, error) from error
+        return self.commit(step, writing, meta)
 
-        `expected_bytes` defaults to the size of the newest checkpoint. Raises `NoSpace` before writing, or
-        when the disk fills; whatever `write` raises passes through. In every case the earlier checkpoints
-        stay good and no new one is visible.
+    def begin(self, step: int, expected_bytes: int | None = None) -> Path:
+        """An empty folder for one checkpoint; `commit` or `abort` ends it.
+
+        `expected_bytes` defaults to the size of the newest checkpoint. Raises `NoSpace` before anything is written.
         """
         self._remove_unfinished()
-        scan = self.scan()
-        need = expected_bytes if expected_bytes is not None else scan.whole[-1].n_bytes if scan.whole else 0
+        whole = self.scan().whole
+        need = expected_bytes if expected_bytes is not None else whole[-1].n_bytes if whole else 0
         check_space(f"the checkpoint of step {step}", self.root, need, self.reserve_bytes, _REMEDY)
         writing = self.root / f"{_WRITING}{uuid.uuid4().hex[:12]}"
+        writing.mkdir()
+        return writing
+
+    def abort(self, writing: Path) -> None:
+        """Forget a begun checkpoint."""
+        shutil.rmtree(writing, ignore_errors=True)
+
+    def commit(self, step: int, writing: Path, meta: dict[str, Any]) -> CheckpointManifest:
+        """Make the filled folder a checkpoint and collect old ones.
+
+        Raises `NoSpace` when the disk fills, `CheckpointError` for an empty folder. In every case the earlier
+        checkpoints stay good and no new one is visible.
+        """
         serial = self._next_serial()
         target = self.root / _folder_name(serial, step)
         try:
-            writing.mkdir()
-            write(writing)
             files = _seal_files(writing)
             if not files:
                 raise CheckpointError(f"nothing was written for the checkpoint of step {step}")
             text = CheckpointManifest(serial=serial, step=step, meta=meta, files=files).model_dump_json(indent=1)
-            # As it will be read: JSON turns tuples of the caller's meta into lists.
-            manifest = CheckpointManifest.model_validate_json(text)
+            manifest = CheckpointManifest.model_validate_json(text)  # as it will be read
             _write_durably(writing / f"{MANIFEST_NAME}.tmp", text)
             _sync(writing)
             writing.rename(target)
@@ -92,17 +109,22 @@ class CheckpointStore:
             _sync(target)
             _sync(self.root)
         except BaseException as error:
-            # Before the removal: what is free then says whether the disk was full.
-            free = free_bytes(self.root)
-            shutil.rmtree(writing, ignore_errors=True)
+            failure = self._given_up(writing, step, error)
             self._remove(target)
-            if ran_full(error):
-                raise NoSpace(
-                    f"the checkpoint of step {step}", self.root, need, free, self.reserve_bytes, _REMEDY
-                ) from error
-            raise
+            raise failure from error
         self._collect()
         return manifest
+
+    def folder(self, manifest: CheckpointManifest) -> Path:
+        return self.root / _folder_name(manifest.serial, manifest.step)
+
+    def _given_up(self, writing: Path, step: int, error: BaseException) -> BaseException:
+        """Remove what was written; the error to raise, which is `NoSpace` where the disk was full."""
+        free = free_bytes(self.root)  # before the removal: what is free then says whether the disk was full
+        shutil.rmtree(writing, ignore_errors=True)
+        if ran_full(error):
+            return NoSpace(f"the checkpoint of step {step}", self.root, 0, free, self.reserve_bytes, _REMEDY)
+        return error
 
     def scan(self) -> Scan:
         """Read all manifests and compare file sizes; contents are checked by `restore`."""
@@ -131,7 +153,7 @@ class CheckpointStore:
 
         Raises `CorruptCheckpoint` that names the first file which differs.
         """
-        folder = self.root / _folder_name(manifest.serial, manifest.step)
+        folder = self.folder(manifest)
         if _read(folder) != manifest:
             raise CorruptCheckpoint(f"{folder} holds another checkpoint than the one asked for")
         for name, entry in manifest.files.items():

@@ -61,8 +61,8 @@ def check(file: RunFile, *, check_port: bool = True, run_dir: Path | None = None
     memory = psutil.virtual_memory()
     if report.memory_bytes > memory.total:
         problems.append(
-            f"the run needs about {report.memory_bytes >> 20} MiB of memory, this machine has {memory.total >> 20} MiB: "
-            "fewer rollout.instances or a smaller model"
+            f"the run needs about {report.memory_bytes >> 20} MiB of memory, this machine has "
+            f"{memory.total >> 20} MiB: fewer rollout.instances or a smaller model"
         )
     elif report.memory_bytes > memory.available:
         report.warnings.append(
@@ -95,7 +95,10 @@ def _check_model_and_data(file: RunFile) -> int:
             raise ConfigError(["rollout.data: the source holds no usable prompt"])
         tokenizer.render(prompt)
         if file.rollout.eval.prompts:
-            build_eval_set(file.rollout.data, file.rollout.eval, tokenizer, file.run.max_prompt_tokens)
+            evaluation = file.rollout.eval
+            build_eval_set(
+                eval_data(file.rollout), evaluation.seed, evaluation.prompts, tokenizer, file.run.max_prompt_tokens
+            )
         return count_parameters(model)
 
 

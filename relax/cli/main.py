@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +48,7 @@ def run(
     from relax.cli.run import deploy_and_watch, fail, prepare_run_dir, report_outcome
 
     console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as cleanly as Ctrl-C
     try:
         loaded = load_run_file(file, overrides)
         run_dir = Path(os.environ.get("RELAX_HOME", os.getcwd())) / Path(loaded.run.run_dir).expanduser()

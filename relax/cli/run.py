@@ -22,6 +22,7 @@ from relax.config.file import ConfigError, RunFile
 
 FINAL = ("finished", "failed", "stopped")
 POLL_S = 0.5
+STOP_DEADLINE_S = 30.0
 
 
 @dataclass(slots=True)
@@ -54,8 +55,11 @@ class ControlClient:
         return body
 
     def stop(self, deadline_s: float = 60.0) -> None:
-        response = httpx.post(f"{self.url}/api/v1/stop", timeout=deadline_s, trust_env=False)
-        response.raise_for_status()
+        """Raises `ClusterError` when the controller refuses or does not answer in time."""
+        try:
+            httpx.post(f"{self.url}/api/v1/stop", timeout=deadline_s, trust_env=False).raise_for_status()
+        except httpx.HTTPError as error:
+            raise ClusterError(f"POST {self.url}/api/v1/stop: {error or type(error).__name__}") from error
 
 
 def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:
@@ -91,6 +95,7 @@ def deploy_and_watch(
 ) -> Outcome:
     """Start, watch until the run has ended, and take everything down again."""
     private: PrivateRay | None = None
+    control: ControlClient | None = None
     dashboard = Dashboard(dashboard_url, token) if dashboard_url else None
     try:
         if dashboard is None:
@@ -104,16 +109,35 @@ def deploy_and_watch(
         write_run_json(run_dir, control.url, private)
         console.print(f"Deploying the services; API at {control.url}/docs", style="dim")
         dashboard.deploy(document)
-        outcome = _watch(control, dashboard, file, console)
-        if control.status() is not None:
-            control.stop()
+        outcome = watch(control, dashboard, file, console)
         return outcome
     finally:
+        if control is not None:
+            _take_down(control, console)
         if private is not None:
             keep_logs(private, run_dir)
             private.stop()
+            remove_weights(file, run_dir)
         elif dashboard is not None:
             dashboard.delete()
+
+
+def _take_down(control: ControlClient, console: Console) -> None:
+    """Ask the services to end; what does not answer goes down with its Ray."""
+    if control.status(deadline_s=5.0) is None:
+        return
+    try:
+        control.stop(deadline_s=STOP_DEADLINE_S)
+    except ClusterError as error:
+        console.print(f"warning: the services did not end by themselves: {error}", style="yellow", markup=False)
+
+
+def remove_weights(file: RunFile, run_dir: Path) -> None:
+    """Shared memory of the run, in case its checkpoint service had no time to free it."""
+    state = run_dir / "state.json"
+    if state.exists():
+        run_id = json.loads(state.read_text())["run_id"]
+        shutil.rmtree(Path(file.dcs.shm_dir) / f"relax-{file.run.name}-{run_id}", ignore_errors=True)
 
 
 def write_run_json(run_dir: Path, url: str, private: PrivateRay | None) -> None:
@@ -132,7 +156,7 @@ def keep_logs(private: PrivateRay, run_dir: Path) -> None:
         shutil.copy(start_log, run_dir / "logs" / "ray-start.log")
 
 
-def _watch(control: ControlClient, dashboard: Dashboard, file: RunFile, console: Console) -> Outcome:
+def watch(control: ControlClient, dashboard: Dashboard, file: RunFile, console: Console) -> Outcome:
     deadline = time.monotonic() + file.controller.start_deadline_s
     show = _printer(console)
     with show.context:

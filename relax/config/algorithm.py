@@ -22,7 +22,7 @@ class KlConfig(StrictModel):
     coef: Annotated[float, Field(ge=0)] = 0.0
     """Factor; 0 is off."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Schulman's estimators (joschu.net/blog/kl-approx.html): -log r, (log r)^2 / 2, r - 1 - log r; r = ref / policy."""
+    """Schulman, joschu.net/blog/kl-approx.html: -log r, (log r)^2 / 2, r - 1 - log r; r = ref / policy."""
     place: Literal["loss", "reward"] = "loss"
     """Added to the loss, or subtracted from the reward before advantages."""
 
@@ -42,7 +42,7 @@ class AlgorithmConfig(StrictModel):
     advantage: Literal["group_mean_std", "group_mean"] = "group_mean_std"
     """(r - mean) / (std + 1e-6) within the group, or r - mean."""
     aggregation: Literal["token_mean", "seq_mean", "seq_sum_constant"] = "seq_mean"
-    """Mean over all tokens of the step; mean over sequences of token means; sum over tokens / (sequences x constant)."""
+    """Mean over the step's tokens; mean over sequences of token means; sum over tokens / (sequences x constant)."""
     aggregation_constant: Annotated[float, Field(gt=0)] | None = None
     """Divisor of `seq_sum_constant`."""
     clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
@@ -56,7 +56,7 @@ class AlgorithmConfig(StrictModel):
     tis: TisConfig = TisConfig()
     """Correction for the gap between trainer and rollout policy."""
     behaviour: Literal["rollout", "trainer"] = "rollout"
-    """Denominator of the ratio: the engine's log-probs, or the trainer's own at the start of the step (then tis applies)."""
+    """Denominator of the ratio: the engine's log-probs, or the trainer's own before the update (then tis applies)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -17,7 +17,15 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from relax.config.base import StrictModel
-from relax.config.roles import ActorConfig, ControllerConfig, DataConfig, DcsConfig, RefConfig, RewardConfig, RolloutConfig
+from relax.config.roles import (
+    ActorConfig,
+    ControllerConfig,
+    DataConfig,
+    DcsConfig,
+    RefConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from relax.config.run import RunConfig
 from relax.types import RelaxError
 
@@ -107,19 +115,25 @@ ROLES: Mapping[str, Role] = {
 # Keys of Ray Serve 2.60's schema. Repeated here because the configuration package loads without Ray;
 # a test compares them with the installed Serve.
 TOP_KEYS = frozenset(
-    "proxy_location http_options grpc_options controller_options logging_config tracing_config applications "
-    "target_capacity".split()
+    """
+    proxy_location http_options grpc_options controller_options logging_config tracing_config applications
+    target_capacity
+    """.split()
 )
 APPLICATION_KEYS = frozenset(
-    "name route_prefix import_path runtime_env host port deployments autoscaling_policy args logging_config "
-    "external_scaler_enabled".split()
+    """
+    name route_prefix import_path runtime_env host port deployments autoscaling_policy args logging_config
+    external_scaler_enabled
+    """.split()
 )
 DEPLOYMENT_KEYS = frozenset(
-    "name num_replicas max_ongoing_requests max_queued_requests backpressure_config user_config autoscaling_config "
-    "graceful_shutdown_wait_loop_s graceful_shutdown_timeout_s health_check_period_s health_check_timeout_s "
-    "ray_actor_options placement_group_bundles placement_group_strategy placement_group_bundle_label_selector "
-    "max_replicas_per_node logging_config request_router_config gang_scheduling_config deployment_actors "
-    "rolling_update_percentage max_surge_percent".split()
+    """
+    name num_replicas max_ongoing_requests max_queued_requests backpressure_config user_config autoscaling_config
+    graceful_shutdown_wait_loop_s graceful_shutdown_timeout_s health_check_period_s health_check_timeout_s
+    ray_actor_options placement_group_bundles placement_group_strategy placement_group_bundle_label_selector
+    max_replicas_per_node logging_config request_router_config gang_scheduling_config deployment_actors
+    rolling_update_percentage max_surge_percent
+    """.split()
 )
 
 

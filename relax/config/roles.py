@@ -237,8 +237,6 @@ class ActorConfig(StrictModel):
     """Recompute activations in the backward pass."""
     max_skipped_steps: Annotated[int, Field(ge=0)] = 3
     """Consecutive updates that may be skipped for non-finite numbers before the run stops (B45)."""
-    logprob_gap_limit: Annotated[float, Field(gt=0)] | None = None
-    """Stop when |trainer - engine| log-prob on the probe at equal version exceeds this (B8). None: only report."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of published weights; must equal rollout.engine.dtype, or their digests could not agree."""
     export: bool = False
@@ -275,6 +273,8 @@ class ControllerConfig(StrictModel):
     """When no counter moves for this long, the watchdog names who waits for whom (B46)."""
     stall_stops_run: bool = False
     """Fail the run on a stall instead of only reporting it."""
+    logprob_gap_limit: Annotated[float, Field(gt=0)] | None = None
+    """Stop when |trainer - engine| log-prob on the probe at equal version exceeds this (B8). None: only report."""
     expect: ExpectConfig = Field(default_factory=lambda: ExpectConfig())
     """What the finished run must show; the exit code of `relax run` tells."""
 

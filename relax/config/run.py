@@ -83,7 +83,7 @@ class RunConfig(StrictModel):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,62}$")] = "run"
     """Names the run in actor names, metrics and logs."""
     run_dir: str = "runs/run"
-    """Folder of the run: config, metrics, samples, checkpoints, report. Relative to RELAX_HOME, else the start folder."""
+    """Folder of config, metrics, samples, checkpoints, report. Relative to RELAX_HOME, else to the start folder."""
     seed: int = 1
     """Seeds weights, data order and sampling."""
     steps: Annotated[int, Field(ge=1)] = 100

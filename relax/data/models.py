@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -218,3 +219,14 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
+
+
+def count_parameters(path: Path) -> int:
+    """Parameters of a validated model folder, from its weight files; tied tensors count once."""
+    total = 0
+    for file in _weight_files(path):
+        if file.suffix != ".safetensors":
+            continue
+        with safe_open(file, framework="pt") as opened:
+            total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    return total

@@ -173,9 +173,10 @@ class EpochSource:
     def _skip(self, bad: BadRow) -> None:
         self._on_the_way.add(bad)
         self._barren += 1
-        if self._barren >= len(self._rows):
-            raise DataError(f"source '{self.name}' has no usable row: {self._barren} skipped in turn; the last: {bad}")
         self._advance()
+        # Skips in turn may span two epochs; only as many as a whole epoch, up to its border, prove it empty.
+        if self._position == 0 and self._barren >= len(self._rows):
+            raise DataError(f"source '{self.name}' has no usable row: {self._barren} skipped in turn; the last: {bad}")
 
 
 def build_source(config: DataConfig, seed: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> PromptSource:

@@ -56,6 +56,10 @@ class EngineClient(Protocol):
         self, input_ids: IntArray, sampling: SamplingParams, *, request_id: str, deadline_s: float
     ) -> Generation: ...
 
+    async def score(self, input_ids: IntArray, *, deadline_s: float) -> FloatArray:
+        """Log-probs of given tokens under the live weights at temperature 1, fresh KV; 0 at position 0."""
+        ...
+
     async def abort(self, request_id: str | None, *, deadline_s: float) -> None:
         """Abort one request, or all with None; each waiting `generate` returns its partial output."""
         ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections.abc import Sequence
 
 from relax.engines.base import EngineError
@@ -19,12 +20,14 @@ class LoopBridge:
 
     def __init__(self, engine: EmbeddedEngine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
-        self._loop = loop
+        # Weak: bridges are kept by loop, and must not keep a finished loop alive.
+        self._loop = weakref.ref(loop)
         self._pending: list[Request] = []
         self._results: dict[Request, asyncio.Queue[Result] | asyncio.Future[Result]] = {}
 
     def submit(self, requests: Sequence[Request]) -> list[asyncio.Future[Result]]:
-        futures = [self._loop.create_future() for _ in requests]
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[Result]] = [loop.create_future() for _ in requests]
         self._results.update(zip(requests, futures, strict=True))
         self._queue(requests)
         return futures
@@ -48,14 +51,17 @@ class LoopBridge:
             self._resolve([(request, error) for request in pending])
 
     def deliver(self, batch: Sequence[tuple[Request, Result]]) -> None:
+        loop = self._loop()
+        if loop is None:
+            return
         try:
-            self._loop.call_soon_threadsafe(self._resolve, batch)
+            loop.call_soon_threadsafe(self._resolve, batch)
         except RuntimeError:
             return  # the loop is closed: whoever asked is gone
 
     def _queue(self, requests: Sequence[Request]) -> None:
         if not self._pending:
-            self._loop.call_soon(self.flush)
+            asyncio.get_running_loop().call_soon(self.flush)
         self._pending.extend(requests)
 
     def _resolve(self, batch: Sequence[tuple[Request, Result]]) -> None:

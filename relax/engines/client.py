@@ -48,6 +48,23 @@ class SglangClient:
         answer = await self._ask("POST", "/generate", body, deadline_s)
         return parse_generation(answer, sampling.logprob_mode)
 
+    async def score(self, input_ids: IntArray, *, deadline_s: float) -> FloatArray:
+        """Log-probs of given tokens (int32 [T]) under the live weights at temperature 1, with a fresh KV.
+
+        float32 [T], 0 at position 0. Raises `EngineError`, `TimeoutError`.
+        """
+        body: dict[str, Json] = {
+            "input_ids": input_ids.tolist(),
+            "sampling_params": {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = await self._ask("POST", "/generate", body, deadline_s)
+        entries = answer["meta_info"]["input_token_logprobs"]
+        if len(entries) != len(input_ids):
+            raise EngineError(f"{len(input_ids)} prompt tokens came back with {len(entries)} log-probs")
+        return np.array([0.0 if entry[0] is None else entry[0] for entry in entries], dtype=np.float32)
+
     async def abort(self, request_id: str | None, *, deadline_s: float) -> None:
         body = {"abort_all": True} if request_id is None else {"rid": request_id}
         await self._ask("POST", "/abort_request", body, deadline_s)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from relax.engines.kv_cache import SlotKVCache
-from relax.types import IntArray, ModelError
+from relax.types import FloatArray, IntArray, ModelError
 
 
 class ModelRunner:
@@ -75,6 +75,14 @@ class ModelRunner:
         self.cache.aim_decode(where, span)
         mask = (torch.arange(span, device=self.device) <= where)[:, None, None, :]
         return self._forward(tokens[:, None], positions[:, None], mask)
+
+    @torch.inference_mode()
+    def score(self, tokens: IntArray) -> FloatArray:
+        """float32 [T]: log-prob of each token of one sequence (int32 [T]) at temperature 1, 0 at position 0."""
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)[None]
+        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+        chosen = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        return np.concatenate([np.zeros(1, np.float32), chosen.cpu().numpy()])
 
     def _prefill_mask(self, start: npt.NDArray[np.int64], width: int) -> Tensor:
         column = torch.arange(width, device=self.device)

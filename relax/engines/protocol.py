@@ -56,7 +56,6 @@ _SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 _GENERATE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "text": (None,),
-    "logprob_start_len": (None, -1),
     "top_logprobs_num": (None, 0),
     "token_ids_logprob": (None, []),
     "return_text_in_logprobs": (None, False),
@@ -108,6 +107,8 @@ class GenerateBody(_Body):
     rid: str | list[str] | None = None
     sampling_params: SamplingBody | list[SamplingBody] = SamplingBody()
     return_logprob: bool = False
+    logprob_start_len: Literal[-1, 0] | None = None
+    """0: score the prompt too (`input_token_logprobs`, at temperature 1, the first null)."""
     return_sampling_mask: bool = False
     stream: bool = False
 

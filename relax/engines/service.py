@@ -93,6 +93,13 @@ class EngineService:
             raise
         now = time.monotonic()
         answers = [self._answer(r, result, parsed, now) for r, result in zip(requests, results, strict=True)]
+        if parsed.return_logprob and parsed.logprob_start_len == 0:
+            prompts = [request.prompt_ids for request in requests]
+            scores = await asyncio.to_thread(self.engine.score, prompts, _CONTROL_DEADLINE_S)
+            for body_of, prompt, score in zip(answers, prompts, scores, strict=True):
+                logprobs = [None, *score[1:].tolist()]
+                meta = body_of["meta_info"]
+                meta["input_token_logprobs"] = [[lp, i, None] for lp, i in zip(logprobs, prompt.tolist(), strict=True)]
         single = len(answers) == 1 and not isinstance(parsed.input_ids[0], list)
         return 200, answers[0] if single else answers
 

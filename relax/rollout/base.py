@@ -25,6 +25,8 @@ class WorkerContext:
 class RolloutWorker(Protocol):
     """Built once per instance as `Worker(context)`; `step` runs concurrently for many items."""
 
+    def __init__(self, context: WorkerContext) -> None: ...
+
     async def step(self, item: DataItem) -> Trajectory:
         """Produce one sample. An exception is a failed attempt: retried, then a counted tombstone (B39)."""
         ...

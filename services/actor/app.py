@@ -1,6 +1,4 @@
-"""Builder of the `actor` application."""
-
-from __future__ import annotations
+"""Builder of the `actor` application. Serve reads the annotation at run time to validate `args`."""
 
 from ray.serve import Application
 
@@ -9,4 +7,4 @@ from services.actor.deployment import Actor
 
 
 def build(args: ActorArgs) -> Application:
-    return Actor.bind(args)  # type: ignore[attr-defined,no-any-return]
+    return Actor.bind(args)  # type: ignore[attr-defined]

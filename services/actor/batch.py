@@ -25,7 +25,7 @@ def actor_fields(config: AlgorithmConfig) -> tuple[str, ...]:
 def train_rows(lease: Lease, config: AlgorithmConfig) -> list[TrainRow]:
     """Advantages over each whole group of the lease (B26). Raises `ModeMismatch` (B7)."""
     rows = lease.rows
-    sampling = {row.row_id: SamplingParams.from_json(row.fields["sampling"]) for row in rows}
+    sampling = {row.row_id: SamplingParams.from_json(row.json("sampling")) for row in rows}
     check_batch_mode(sampling.items())
     with_ref = needs_ref(config)
     advantages = compute_advantages(

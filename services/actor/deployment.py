@@ -28,14 +28,13 @@ from services.runtime import RoleReporter, call_when_up, limit_threads, run_fold
     graceful_shutdown_wait_loop_s=0.2,
 )
 class Actor:
-    async def __init__(self, args: ActorArgs) -> None:
+    async def __init__(self, args: ActorArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         limit_threads(args.run)
         self.args = args
         self.reporter = RoleReporter(names.ACTOR, names.ACTOR)
-        info = await call_when_up(names.CONTROLLER, "run_info")
-        self.reporter.start()
+        info = await self.reporter.join(args.actor.model_dump(mode="json"))
         self.bus = await BusClient.connect(
-            info.bus, owner=self.reporter.replica_id, role=names.ACTOR, config=args.run.bus, deadline_s=60.0
+            info.bus, owner=self.reporter.owner, role=names.ACTOR, config=args.run.bus, deadline_s=60.0
         )
         await call_when_up(names.DCS, "begin_publish")
         run_dir = run_folder_path(args.run)
@@ -60,7 +59,6 @@ class Actor:
             tokenizer.vocab_size,
             run_dir / "export",
         )
-        self.reporter.spawn(self.training.extend_leases)
         self._thread = threading.Thread(target=self._train, name="trainer", daemon=True)
         self._thread.start()
 

@@ -67,14 +67,13 @@ class TrainingLoop:
         self.version = PolicyVersion(0)
         self.skipped_in_a_row = 0
         self.lags: Counter[int] = Counter()
-        self.held: dict[str, Lease] = {}
         self._store: WeightStore | None = None
         self._bucket_bytes = 0
         self._report: Any = None
         self._loss = build_loss(args.actor.algorithm)
         self._fields = actor_fields(args.actor.algorithm)
         generator = np.random.default_rng(args.run.seed)
-        length = min(PROBE_TOKENS, args.run.max_tokens)
+        length = min(PROBE_TOKENS, args.run.max_tokens - 1)
         self._probe = generator.integers(0, vocab_size, (PROBE_ROWS, length)).astype(np.int64)
 
     # ------------------------------------------------------------------ the other threads
@@ -82,13 +81,6 @@ class TrainingLoop:
     def wait(self, coroutine: Coroutine[Any, Any, T], deadline_s: float = 60.0) -> T:
         """Run a coroutine on the replica's loop and wait for it here."""
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(deadline_s)
-
-    async def extend_leases(self) -> None:
-        """Keep the leases of the open step alive; runs on the event loop."""
-        while not self.reporter.stopped.is_set():
-            await asyncio.sleep(self.args.run.bus.lease_ttl_s / 3)
-            for lease_id in list(self.held):
-                await self.bus.extend(lease_id)
 
     # ------------------------------------------------------------------ the training thread
 
@@ -148,13 +140,14 @@ class TrainingLoop:
             self._publish(version)
             publish_s = time.monotonic() - publish_begin
         self.step, self.version = self.step + 1, version
-        for lease in leases:
-            self.wait(self.bus.ack(lease.lease_id, step=self.step))
-            self.held.pop(lease.lease_id, None)
         self.wait(self.bus.set_version(self.version, self.step))
+        over_budget = False
+        for lease in leases:
+            over_budget |= self.wait(self.bus.ack(lease.lease_id, tags={"step": self.step})).retained_over_budget
         self.lags.update(samples.lags)
         self._send_record(samples, result, time.monotonic() - begin, publish_s)
-        if self.args.actor.checkpoint_every and self.step % self.args.actor.checkpoint_every == 0:
+        due = self.args.actor.checkpoint_every and self.step % self.args.actor.checkpoint_every == 0
+        if (due or over_budget) and self.step < self.args.run.steps:
             self._checkpoint()
         return True
 
@@ -168,15 +161,13 @@ class TrainingLoop:
             if lease is None:
                 return
             leases.append(lease)
-            self.held[lease.lease_id] = lease
             remaining -= len(lease.groups)
             samples.add(lease, int(self.version))
             rows = train_rows(lease, actor.algorithm)
             if not rows:
                 continue
             begin = time.monotonic()
-            for batch in make_batches(rows, actor.micro_batch_tokens):
-                yield batch  # the backend computes between two of these
+            yield from make_batches(rows, actor.micro_batch_tokens)  # the backend computes between two of these
             self.reporter.time_split.add("work_s", time.monotonic() - begin)
             self.reporter.count("rows", len(rows))
 
@@ -197,7 +188,7 @@ class TrainingLoop:
             while True:
                 if self.reporter.stopped.is_set():
                     raise TrainingStopped
-                answer = self.wait(self.bus.lease(request, wait_s=LONG_POLL_S))
+                answer = self.wait(self.bus.lease(request, wait_s=LONG_POLL_S, keep=True))
                 if isinstance(answer, Closed):
                     return None
                 if not isinstance(answer, Empty):
@@ -211,7 +202,6 @@ class TrainingLoop:
         logger.error("step %d skipped: %s", self.step + 1, error)
         for lease in leases:
             self.wait(self.bus.release(lease.lease_id, "non_finite_update"))
-            self.held.pop(lease.lease_id, None)
         groups = [group.group_id for lease in leases for group in lease.groups]
         self.wait(call(names.ROLLOUT, "drop_groups", groups, "non_finite_update"))
         if self.skipped_in_a_row > self.args.actor.max_skipped_steps:
@@ -244,6 +234,7 @@ class TrainingLoop:
             self.backend.save(Path(folder))
             meta = {"version": int(self.version), "lags": {str(lag): n for lag, n in self.lags.items()}}
             self.wait(call(names.DCS, "commit_checkpoint", self.step, folder, meta), deadline_s=300.0)
+            self.wait(self.bus.gc(self.step))  # trained rows are kept until the checkpoint that covers them
         except (RelaxError, OSError) as error:
             self.reporter.count("checkpoints_failed")
             self.reporter.facts["checkpoint_error"] = str(error)

@@ -16,6 +16,7 @@ class RunInfo:
 
     run_id: str
     bus: BusAddress
+    heartbeat_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,4 @@
-"""Builder of the `controller` application."""
-
-from __future__ import annotations
+"""Builder of the `controller` application. Serve reads the annotation at run time to validate `args`."""
 
 from ray.serve import Application
 
@@ -9,4 +7,4 @@ from services.controller.deployment import Controller
 
 
 def build(args: ControllerArgs) -> Application:
-    return Controller.bind(args)  # type: ignore[attr-defined,no-any-return]
+    return Controller.bind(args)  # type: ignore[attr-defined]

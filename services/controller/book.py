@@ -5,12 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from bus.records import PROMPTS, SAMPLES, BusStats
 from relax.config.file import ControllerArgs
-from relax.control.watchdog import RoleSnapshot
+from relax.control.watchdog import BusSnapshot, LeaseSnapshot, RoleSnapshot
 from services import names
 from services.controller.api import AdoptionReport, EvalReport, Heartbeat, RoleView
 
 IDLE_STATES = frozenset({"done", "stopped"})
+
+
+def bus_snapshot(stats: BusStats, now: float) -> BusSnapshot:
+    """The bus as the watchdog reads it."""
+    return BusSnapshot(
+        rows={PROMPTS: stats.open_groups, SAMPLES: stats.account.queued},
+        ready=stats.ready,
+        leases=[LeaseSnapshot(held.task, held.owner, held.items, now - held.age_s) for held in stats.held],
+        closed=frozenset(stats.closed),
+    )
 
 
 @dataclass(slots=True)
@@ -78,7 +89,13 @@ class RunBook:
         return True
 
     def fatal(self) -> str | None:
-        """The first reason that a role gave to end the run."""
+        """The first reason to end the run: a role's own, or a log-prob gap above its limit (B8)."""
+        limit = self.args.controller.logprob_gap_limit
+        if limit is not None and self.gap_max > limit:
+            return (
+                f"log-prob gap {self.gap_max:.3g} between trainer and engine at equal version is above "
+                f"controller.logprob_gap_limit {limit:g}: they do not compute the same model"
+            )
         for account in self.replicas.values():
             if account.beat.fatal:
                 return f"{account.beat.instance}: {account.beat.fatal}"
@@ -142,16 +159,20 @@ class RunBook:
                 role="rollout" if account.beat.role == "instance" else account.beat.role,
                 replica=name,
                 last_progress_at_s=account.progress_at,
-                state=account.beat.waiting_for and f"waits for {account.beat.waiting_for}" or account.beat.state,
+                state=(account.beat.waiting_for and f"waits for {account.beat.waiting_for}") or account.beat.state,
                 counters=account.beat.counters,
             )
             for name, account in self.replicas.items()
         ]
 
-    def counter_sum(self, role: str, name: str) -> float:
-        return sum(
-            account.beat.counters.get(name, 0.0) for account in self.replicas.values() if account.beat.role == role
-        )
+    def instance_means(self, name: str) -> float:
+        """Mean of one fact over the rollout instances; 0 without any."""
+        values = [
+            float(account.beat.facts.get(name, 0.0))
+            for account in self.replicas.values()
+            if account.beat.role == "instance"
+        ]
+        return sum(values) / len(values) if values else 0.0
 
     def complete_record(self, record: dict[str, float], bus: dict[str, Any]) -> dict[str, float]:
         """Join a step's record with what only the controller knows at that moment."""

@@ -14,9 +14,10 @@ from fastapi import FastAPI
 from ray import serve
 
 from bus.client import BusClient
-from bus.engine import create_bus, destroy_bus, find_bus
-from bus.records import BusError, BusStats
-from relax.config.file import ControllerArgs
+from bus.errors import BusError
+from bus.lifecycle import create_bus, destroy_bus
+from bus.records import BusAddress, BusStats
+from relax.config.file import ROLES, ControllerArgs
 from relax.control.runstate import RunState, RunStatus
 from relax.control.watchdog import find_stall
 from relax.telemetry.run_folder import RunFolder
@@ -32,8 +33,8 @@ from services.controller.api import (
     SampleRecord,
     Status,
 )
-from services.controller.book import RunBook
-from services.controller.closing import close_run
+from services.controller.book import RunBook, bus_snapshot
+from services.controller.closing import close_run, stats_json
 from services.runtime import ServiceUnavailable, call, run_folder_path
 
 logger = logging.getLogger("ray.serve")
@@ -63,10 +64,14 @@ def load_or_create_run_id(folder: Path) -> str:
 )
 @serve.ingress(api)
 class Controller:
-    async def __init__(self, args: ControllerArgs) -> None:
+    async def __init__(self, args: ControllerArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         self.args = args
         self.folder = RunFolder(run_folder_path(args.run))
         self.run_id = load_or_create_run_id(self.folder.path)
+        self.config: dict[str, Any] = {
+            "run": args.run.model_dump(mode="json"),
+            "controller": args.controller.model_dump(mode="json"),
+        }
         self.book = RunBook(args, time.monotonic())
         self.run = RunStatus()
         self.wall_started = time.monotonic()
@@ -77,8 +82,8 @@ class Controller:
         self._error: str | None = None
         self._closing = asyncio.Lock()
         namespace = names.namespace(args.run.name)
-        self.bus_address = await asyncio.to_thread(find_bus, self.run_id, namespace) or await asyncio.to_thread(
-            create_bus, self.run_id, namespace, args.run.bus, max_tokens=args.run.max_tokens
+        self.bus_address: BusAddress = await asyncio.to_thread(
+            create_bus, self.run_id, namespace, args.run.bus, args.run.max_tokens, auto_accept=True
         )
         self.bus = await BusClient.connect(
             self.bus_address, owner="controller", role=names.CONTROLLER, config=args.run.bus, deadline_s=60.0
@@ -91,8 +96,12 @@ class Controller:
 
     # ------------------------------------------------------------------ what roles call
 
-    async def run_info(self) -> RunInfo:
-        return RunInfo(self.run_id, self.bus_address)
+    async def join(self, role: str, section: dict[str, Any]) -> RunInfo:
+        """A role comes up: its part of the resolved configuration goes into the run folder."""
+        if role in ROLES and self.config.get(role) != section:
+            self.config[role] = section
+            await asyncio.to_thread(self.folder.write_config, dict(self.config))
+        return RunInfo(self.run_id, self.bus_address, self.args.controller.heartbeat_s)
 
     async def heartbeat(self, beat: Heartbeat) -> Directive:
         self.book.record_beat(beat, time.monotonic())
@@ -130,7 +139,7 @@ class Controller:
             run_dir=str(self.folder.path),
             metrics=last,
             roles=self.book.views(now),
-            bus={} if self.bus_stats is None else self.bus_stats.to_json(),
+            bus={} if self.bus_stats is None else stats_json(self.bus_stats),
             stalled=self.stalled,
             restarts_unasked=self.book.restarts(),
             summary=self.summary,
@@ -173,6 +182,9 @@ class Controller:
         except BusError as error:
             await self._end(RunState.FAILED, f"the bus does not answer: {error}")
             return
+        if self.bus_stats is not None and not self.bus_stats.account.balanced:
+            await self._end(RunState.FAILED, f"samples do not add up in the bus: {self.bus_stats.account}")
+            return
         fatal = self.book.fatal()
         if fatal is not None:
             await self._end(RunState.FAILED, fatal)
@@ -198,14 +210,14 @@ class Controller:
         """Say who waits for whom when no counter has moved for `stall_s` (B46)."""
         if self.bus_stats is None or self.run.state is not RunState.RUNNING:
             return
-        stall = find_stall(self.book.snapshots(), bus_snapshot(self.bus_stats), now, self.args.controller.stall_s)
+        stall = find_stall(self.book.snapshots(), bus_snapshot(self.bus_stats, now), now, self.args.controller.stall_s)
         if stall is not None and not self.stalled:
             logger.warning("%s", stall.text())
         self.stalled = [] if stall is None else [stall.text()]
 
     async def _stats(self) -> dict[str, Any]:
         self.bus_stats = await self.bus.stats()
-        return self.bus_stats.to_json()
+        return stats_json(self.bus_stats)
 
     async def _end(self, state: RunState, reason: str = "") -> None:
         """Write the summary and the report, then tell everybody through their heartbeats."""

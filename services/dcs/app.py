@@ -1,6 +1,4 @@
-"""Builder of the `dcs` application."""
-
-from __future__ import annotations
+"""Builder of the `dcs` application. Serve reads the annotation at run time to validate `args`."""
 
 from ray.serve import Application
 
@@ -9,4 +7,4 @@ from services.dcs.deployment import Dcs
 
 
 def build(args: DcsArgs) -> Application:
-    return Dcs.bind(args)  # type: ignore[attr-defined,no-any-return]
+    return Dcs.bind(args)  # type: ignore[attr-defined]

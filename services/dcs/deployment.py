@@ -41,10 +41,10 @@ class Dcs:
     """Staging is the actor's: it writes buckets and digests below `begin_publish().root`. Commit is ours:
     every tensor is verified, then one rename makes the version visible and wakes the waiting instances."""
 
-    async def __init__(self, args: DcsArgs) -> None:
+    async def __init__(self, args: DcsArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         self.args = args
         self.reporter = RoleReporter(names.DCS, names.DCS)
-        info = await call_when_up(names.CONTROLLER, "run_info")
+        info = await self.reporter.join(args.dcs.model_dump(mode="json"))
         self.run_dir = run_folder_path(args.run)
         self.weights = WeightStore(
             weights_root(args, info.run_id), keep=args.dcs.keep_versions, reserve_bytes=args.dcs.reserve_bytes
@@ -55,7 +55,6 @@ class Dcs:
         self.published: PublishedVersion | None = None
         self._changed = asyncio.Condition()
         self._restore_published()
-        self.reporter.start()
         self.reporter.state = "running"
 
     def _restore_published(self) -> None:
@@ -129,7 +128,7 @@ class Dcs:
         meta = {**meta, "ledger": position}
         manifest = await asyncio.to_thread(self.checkpoints.commit, step, Path(folder), meta)
         self.reporter.count("checkpoints")
-        return CheckpointInfo(step, int(meta.get("version", -1)), str(manifest.folder), meta)
+        return CheckpointInfo(step, int(meta.get("version", -1)), str(self.checkpoints.folder(manifest)), meta)
 
     async def abort_checkpoint(self, folder: str, reason: str) -> None:
         await asyncio.to_thread(shutil.rmtree, folder, True)
@@ -137,12 +136,12 @@ class Dcs:
         logger.error("checkpoint failed: %s", reason)
 
     async def latest_checkpoint(self) -> CheckpointInfo | None:
-        manifest = await asyncio.to_thread(self.checkpoints.latest)
-        if manifest is None:
+        """The newest whole checkpoint, its files compared with their digests (B13)."""
+        found = await asyncio.to_thread(self.checkpoints.restore_latest)
+        if found is None:
             return None
-        return CheckpointInfo(
-            manifest.step, int(manifest.meta.get("version", -1)), str(manifest.folder), dict(manifest.meta)
-        )
+        manifest, folder = found
+        return CheckpointInfo(manifest.step, int(manifest.meta.get("version", -1)), str(folder), dict(manifest.meta))
 
     async def remove_weights(self) -> None:
         """End of the run: nothing stays in shared memory."""

@@ -1,6 +1,4 @@
-"""Builder of the `ref` application."""
-
-from __future__ import annotations
+"""Builder of the `ref` application. Serve reads the annotation at run time to validate `args`."""
 
 from ray.serve import Application
 
@@ -9,4 +7,4 @@ from services.ref.deployment import Ref
 
 
 def build(args: RefArgs) -> Application:
-    return Ref.bind(args)  # type: ignore[attr-defined,no-any-return]
+    return Ref.bind(args)  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from services.dcs.api import PublishedVersion
 from services.dcs.deployment import REFERENCE
 from services.runtime import RoleReporter, call_when_up, limit_threads, run_folder_path
 
+PUT_DEADLINE_S = 60.0
 FIELDS = ("tokens", "loss_mask", "sampling")
 
 
@@ -34,15 +35,14 @@ FIELDS = ("tokens", "loss_mask", "sampling")
     graceful_shutdown_wait_loop_s=0.2,
 )
 class Ref:
-    async def __init__(self, args: RefArgs) -> None:
+    async def __init__(self, args: RefArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         limit_threads(args.run)
         self.args = args
         self.reporter = RoleReporter(names.REF, names.REF)
-        info = await call_when_up(names.CONTROLLER, "run_info")
-        self.reporter.start()
+        info = await self.reporter.join(args.ref.model_dump(mode="json"))
         self.model: ReferenceModel | None = None
         self.bus = await BusClient.connect(
-            info.bus, owner=self.reporter.replica_id, role=names.REF, config=args.run.bus, deadline_s=60.0
+            info.bus, owner=self.reporter.owner, role=names.REF, config=args.run.bus, deadline_s=60.0
         )
         self.reporter.state = "waiting_weights"
         self.reporter.waiting_for = "policy version 0"
@@ -82,7 +82,7 @@ class Ref:
     async def _score(self, lease: Lease) -> None:
         logprobs = await asyncio.to_thread(self._logprobs, lease)
         puts = [RowPut(row.row_id, row.group_id, {"ref_logprobs": logprobs[row.row_id]}) for row in lease.rows]
-        await self.bus.put(puts, lease_id=lease.lease_id)
+        await self.bus.put(puts, lease_id=lease.lease_id, deadline_s=PUT_DEADLINE_S)
 
     def _logprobs(self, lease: Lease) -> dict[str, FloatArray]:
         """Row id -> float32 [T], 0 where not sampled, at the temperature that drew the row."""
@@ -95,7 +95,7 @@ class Ref:
                 loss_mask=row.array("loss_mask"),
                 rollout_logprobs=np.zeros(len(row.array("tokens")), np.float32),
                 versions=np.full(len(row.array("tokens")), -1, np.int32),
-                temperature=SamplingParams.from_json(row.fields["sampling"]).temperature,
+                temperature=SamplingParams.from_json(row.json("sampling")).temperature,
                 advantage=0.0,
             )
             for row in lease.rows

@@ -1,6 +1,4 @@
-"""Builder of the `reward` application."""
-
-from __future__ import annotations
+"""Builder of the `reward` application. Serve reads the annotation at run time to validate `args`."""
 
 from ray.serve import Application
 
@@ -9,4 +7,4 @@ from services.reward.deployment import Reward
 
 
 def build(args: RewardArgs) -> Application:
-    return Reward.bind(args)  # type: ignore[attr-defined,no-any-return]
+    return Reward.bind(args)  # type: ignore[attr-defined]

@@ -21,9 +21,11 @@ from services import names
 from services.consume import consume
 from services.controller.api import SampleRecord
 from services.reward.api import ScoreReply, ScoreRequest
-from services.runtime import RoleReporter, call, call_when_up, run_folder_path
+from services.rollout.evaluation import PART_TAG
+from services.runtime import RoleReporter, call, run_folder_path
 
 ROWS_PER_LEASE = 64
+PUT_DEADLINE_S = 60.0
 FIELDS = ("prompt", "tokens", "loss_mask", "versions", "finish_reason")
 PRODUCES = ("reward", "accuracy", "reward_parts", "reward_state")
 
@@ -36,11 +38,10 @@ PRODUCES = ("reward", "accuracy", "reward_parts", "reward_state")
     graceful_shutdown_wait_loop_s=0.2,
 )
 class Reward:
-    async def __init__(self, args: RewardArgs) -> None:
+    async def __init__(self, args: RewardArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         self.args = args
         self.reporter = RoleReporter(names.REWARD, names.REWARD)
-        info = await call_when_up(names.CONTROLLER, "run_info")
-        self.reporter.start()
+        info = await self.reporter.join(args.reward.model_dump(mode="json"))
         run_dir = run_folder_path(args.run)
         model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, model)
@@ -48,7 +49,7 @@ class Reward:
         await self.pool.start()
         self.failures = FailureWindow()
         self.bus = await BusClient.connect(
-            info.bus, owner=self.reporter.replica_id, role=names.REWARD, config=args.run.bus, deadline_s=60.0
+            info.bus, owner=self.reporter.owner, role=names.REWARD, config=args.run.bus, deadline_s=60.0
         )
         self.reporter.state = "running"
         self.reporter.spawn(self._loop)
@@ -74,12 +75,12 @@ class Reward:
 
     async def _score_lease(self, lease: Lease) -> None:
         texts = [self.tokenizer.decode(row.array("tokens")[row.array("loss_mask")]) for row in lease.rows]
-        prompts = [Prompt.from_json(row.fields["prompt"]) for row in lease.rows]
+        prompts = [Prompt.from_json(row.json("prompt")) for row in lease.rows]
         results = await asyncio.gather(
             *(
                 self.pool.score(
                     RewardRequest.of(
-                        prompt, text, FinishReason(row.fields["finish_reason"]), int(row.array("loss_mask").sum())
+                        prompt, text, FinishReason(row.json("finish_reason")), int(row.array("loss_mask").sum())
                     )
                 )
                 for row, text, prompt in zip(lease.rows, texts, prompts, strict=True)
@@ -111,10 +112,11 @@ class Reward:
                         "reward_parts": dict(result.parts),
                         "reward_state": result.state.value,
                     },
+                    {f"{PART_TAG}{name}": value for name, value in result.parts.items()},
                 )
             )
         if puts:
-            await self.bus.put(puts, lease_id=lease.lease_id)
+            await self.bus.put(puts, lease_id=lease.lease_id, deadline_s=PUT_DEADLINE_S)
 
     def _sample(self, row: Row, text: str, prompt: Prompt, result: RewardResult) -> SampleRecord:
         mask = row.array("loss_mask")
@@ -130,7 +132,7 @@ class Reward:
             accuracy=result.accuracy,
             parts=dict(result.parts),
             reward_state=result.state.value,
-            finish_reason=str(row.fields["finish_reason"]),
+            finish_reason=str(row.json("finish_reason")),
         )
 
     def _watch_failures(self, results: list[RewardResult]) -> None:

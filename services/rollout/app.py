@@ -1,6 +1,4 @@
-"""Builder of the `rollout` application."""
-
-from __future__ import annotations
+"""Builder of the `rollout` application. Serve reads the annotation at run time to validate `args`."""
 
 from ray.serve import Application
 
@@ -9,4 +7,4 @@ from services.rollout.manager import RolloutManager
 
 
 def build(args: RolloutArgs) -> Application:
-    return RolloutManager.bind(args)  # type: ignore[attr-defined,no-any-return]
+    return RolloutManager.bind(args)  # type: ignore[attr-defined]

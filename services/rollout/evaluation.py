@@ -49,7 +49,8 @@ class Evaluation:
                     purpose=Purpose.EVAL,
                 )
                 for index, prompt in enumerate(self._prompts)
-            ]
+            ],
+            deadline_s=deadline_s,
         )
         try:
             await asyncio.wait_for(self._all.wait(), deadline_s)

@@ -1,7 +1,7 @@
 """The life of prompt groups: admitted, judged when complete, trained or dropped; every change in the ledger first.
 
-    source ─▶ ledger.admit ─▶ bus.admit            a crash in between leaves an open group, attempted again
-    bus event ─▶ ledger.record ─▶ bus.judge        an event counts once: its position is in the same transaction
+source ─▶ ledger.admit ─▶ bus.admit            a crash in between leaves an open group, attempted again
+bus event ─▶ ledger.record ─▶ bus.judge        an event counts once: its position is in the same transaction
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bus.client import BusClient
-from bus.records import Event, EventKind, GroupAdmission, Verdict, VerdictKind
+from bus.records import TRAINING, Event, EventKind, GroupAdmission, Verdict, VerdictKind
 from relax.config.file import RolloutArgs
 from relax.control.admission import AdmissionState, Limits
 from relax.control.judge import FilterStreak, Member, NoSignal, Outcome, judge_group
@@ -26,6 +26,7 @@ from services.runtime import RoleReporter
 logger = logging.getLogger("ray.serve")
 
 LONG_POLL_S = 2.0
+PUT_DEADLINE_S = 60.0
 DROP_CHECK_S = 0.5
 
 
@@ -41,9 +42,7 @@ class _Changes:
 class GroupKeeper:
     """Owns ledger, source and admission; the only writer of all three."""
 
-    def __init__(
-        self, args: RolloutArgs, ledger: Ledger, source: PromptSource, bus: BusClient, reporter: RoleReporter
-    ):
+    def __init__(self, args: RolloutArgs, ledger: Ledger, source: PromptSource, bus: BusClient, reporter: RoleReporter):
         self.args, self.ledger, self.source, self.bus, self.reporter = args, ledger, source, bus, reporter
         counts = ledger.counts()
         self.admission = AdmissionState(
@@ -90,7 +89,7 @@ class GroupKeeper:
             prompt = self.source.next()
             if prompt is None:
                 self.admission.exhausted = True
-                await self.bus.close_topic(Purpose.TRAIN)
+                await self.bus.close_topic(TRAINING)
                 break
             min_version = self.admission.admit(prompt.group_id, now)
             entries.append(
@@ -124,14 +123,15 @@ class GroupKeeper:
                     attempt=entry.attempt,
                 )
                 for entry in entries
-            ]
+            ],
+            deadline_s=PUT_DEADLINE_S,
         )
 
     # ------------------------------------------------------------------ events
 
     async def event_loop(self) -> None:
         """Follow the bus's feed; a position that the ledger holds already is skipped."""
-        epoch = self.bus.epoch
+        epoch = self.bus.caller.epoch
         position = self.ledger.event_position
         after = position.event_seq if position and position.bus_epoch == epoch else 0
         while not self.reporter.stopped.is_set():
@@ -149,9 +149,7 @@ class GroupKeeper:
             else:
                 self._read(event, changes)
         for step, groups in changes.trained.items():
-            changes.terminals += [
-                Terminal(group, TerminalState.TRAINED, step, PolicyVersion(step)) for group in groups
-            ]
+            changes.terminals += [Terminal(group, TerminalState.TRAINED, step, PolicyVersion(step)) for group in groups]
         await asyncio.to_thread(self.ledger.record, changes.terminals, position)
         if changes.verdicts:
             await self.bus.judge(changes.verdicts)

@@ -1,7 +1,7 @@
 """One rollout instance: an engine, its weights, and workers that turn leased prompts into samples.
 
-    adoption loop   DCS.wait_newer ─▶ engine verifies and swaps ─▶ probe ─▶ report
-    lease loop      free slots ─▶ lease prompt groups ─▶ worker.step per missing member ─▶ put ─▶ acknowledge
+adoption loop   DCS.wait_newer ─▶ engine verifies and swaps ─▶ probe ─▶ report
+lease loop      free slots ─▶ lease prompt groups ─▶ worker.step per missing member ─▶ put ─▶ acknowledge
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 from ray import serve
 
 from bus.client import BusClient
-from bus.records import Closed, Empty, GroupInfo, Lease, LeaseLost, LeaseRequest, Row, RowPut
+from bus.errors import LeaseLost
+from bus.records import Closed, Empty, GroupInfo, Lease, LeaseRequest, Row, RowPut
 from relax.config.file import RolloutArgs
 from relax.config.run import Fault
 from relax.data.models import ensure_model
@@ -24,7 +25,8 @@ from relax.data.tokenizer import Tokenizer
 from relax.engines.base import EngineError
 from relax.engines.client import SglangClient
 from relax.engines.embedded import load_engine
-from relax.engines.server import HttpServer, build_app
+from relax.engines.server import HttpServer
+from relax.engines.service import EngineService
 from relax.engines.transports import LocalTransport
 from relax.rollout.base import WorkerContext
 from relax.rollout.load import load_worker
@@ -41,11 +43,12 @@ from relax.types import (
     make_sample_id,
 )
 from services import names
+from services.consume import holding
 from services.controller.api import AdoptionReport
 from services.dcs.api import PublishedVersion
 from services.rollout.api import InstanceStatus
 from services.rollout.put_batcher import PutBatcher
-from services.runtime import RoleReporter, ServiceUnavailable, call, call_when_up, limit_threads, run_folder_path
+from services.runtime import RoleReporter, call, call_when_up, limit_threads, run_folder_path
 
 logger = logging.getLogger("ray.serve")
 
@@ -67,12 +70,11 @@ def sample_seed(run_seed: int, sample_id: str) -> int:
     graceful_shutdown_wait_loop_s=0.2,
 )
 class RolloutInstance:
-    async def __init__(self, args: RolloutArgs, app: str) -> None:
+    async def __init__(self, args: RolloutArgs, app: str) -> None:  # type: ignore[misc]  # Serve awaits it
         limit_threads(args.run)
         self.args, self.app = args, app
         self.reporter = RoleReporter("instance", app)
-        info = await call_when_up(names.CONTROLLER, "run_info")
-        self.reporter.start()
+        info = await self.reporter.join(args.rollout.model_dump(mode="json"))
         run_dir = run_folder_path(args.run)
         model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, model)
@@ -86,13 +88,14 @@ class RolloutInstance:
             trust_remote_code=args.run.model.trust_remote_code,
         )
         self.engine.start()
-        self.client = SglangClient(LocalTransport(self.engine))
-        self.server = HttpServer(build_app(self.engine))
+        service = EngineService(self.engine)
+        self.client = SglangClient(LocalTransport(service))
+        self.server = HttpServer(service)
         await asyncio.to_thread(self.server.start, 30.0)
         context = WorkerContext(self.client, self.tokenizer, args.run.max_tokens, args.run.group_deadline_s)
         self.worker = load_worker(args.rollout.worker, Path.cwd())(context)
         self.bus = await BusClient.connect(
-            info.bus, owner=self.reporter.replica_id, role=app, config=args.run.bus, deadline_s=60.0
+            info.bus, owner=self.reporter.owner, role=app, config=args.run.bus, deadline_s=60.0
         )
         self.puts = PutBatcher(self.bus)
         self.version = NO_VERSION
@@ -101,6 +104,7 @@ class RolloutInstance:
         self.freed = asyncio.Event()
         self.draining = False
         self._groups: set[asyncio.Task[None]] = set()
+        self.reporter.refresh = self._refresh_facts
         self.reporter.state = "waiting_weights"
         self.reporter.waiting_for = "weights"
         self.reporter.spawn(self._adopt_loop)
@@ -110,6 +114,12 @@ class RolloutInstance:
         self.reporter.check()
         if not self.engine.healthy():
             raise RuntimeError(f"engine: {self.engine.failure}")
+
+    def _refresh_facts(self) -> None:
+        engine = self.engine.status()
+        self.reporter.facts.update(
+            busy_s=engine.busy_s, running=engine.running, waiting=engine.waiting, swap_stall_s=engine.swap_stall_s
+        )
 
     async def status(self) -> InstanceStatus:
         return InstanceStatus(
@@ -201,7 +211,7 @@ class RolloutInstance:
                 task="rollout", fields=("prompt",), max_items=max(1, free // group_size), version=self.version
             )
             begin = time.monotonic()
-            answer = await self.bus.lease(request, wait_s=LONG_POLL_S)
+            answer = await self.bus.lease(request, wait_s=LONG_POLL_S, keep=True)
             if not self.running_samples:
                 self.reporter.time_split.add("wait_data_s", time.monotonic() - begin)
             if isinstance(answer, Closed):
@@ -232,7 +242,7 @@ class RolloutInstance:
                 self.freed.set()
 
         try:
-            async with self.bus.holding(lease):
+            async with holding(self.bus, lease):
                 await asyncio.gather(
                     *(member(group, prompts[group.group_id], k) for group in lease.groups for k in group.missing)
                 )
@@ -244,7 +254,9 @@ class RolloutInstance:
         finally:
             self.running_samples -= left
             self.freed.set()
-            self.reporter.time_split.add("work_s", (time.monotonic() - begin) * samples / self.args.rollout.engine.slots)
+            self.reporter.time_split.add(
+                "work_s", (time.monotonic() - begin) * samples / self.args.rollout.engine.slots
+            )
 
     async def _sample(self, lease_id: str, group: GroupInfo, row: Row, k: int) -> None:
         item = self._item(group, row, k)
@@ -261,7 +273,7 @@ class RolloutInstance:
         self.reporter.count("tokens", float(outcome.loss_mask.sum()))
 
     def _item(self, group: GroupInfo, row: Row, k: int) -> DataItem:
-        prompt = Prompt.from_json(row.fields["prompt"])
+        prompt = Prompt.from_json(row.json("prompt"))
         run, rollout = self.args.run, self.args.rollout
         seed = sample_seed(run.seed, make_sample_id(prompt.group_id, k))
         if group.purpose == Purpose.EVAL:

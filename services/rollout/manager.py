@@ -8,6 +8,7 @@ import logging
 from ray import serve
 
 from bus.client import BusClient
+from bus.records import PROMPTS
 from relax.config.file import RolloutArgs, eval_data
 from relax.data.models import ensure_model
 from relax.data.source import build_eval_set, build_source
@@ -18,7 +19,7 @@ from services.rollout.evaluation import Evaluation
 from services.rollout.groups import GroupKeeper
 from services.rollout.instances import InstancePool
 from services.rollout.ledger import Ledger
-from services.runtime import RoleReporter, call, call_when_up, run_folder_path
+from services.runtime import RoleReporter, call, run_folder_path
 
 logger = logging.getLogger("ray.serve")
 
@@ -34,11 +35,10 @@ EVAL_SEQ = 1 << 40
     graceful_shutdown_wait_loop_s=0.2,
 )
 class RolloutManager:
-    async def __init__(self, args: RolloutArgs) -> None:
+    async def __init__(self, args: RolloutArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         self.args = args
         self.reporter = RoleReporter(names.ROLLOUT, names.ROLLOUT)
-        info = await call_when_up(names.CONTROLLER, "run_info")
-        self.reporter.start()
+        info = await self.reporter.join(args.rollout.model_dump(mode="json"))
         run_dir = run_folder_path(args.run)
         model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model)
@@ -57,7 +57,7 @@ class RolloutManager:
             )
         self.ledger = await asyncio.to_thread(Ledger, run_dir / "ledger.sqlite")
         self.bus = await BusClient.connect(
-            info.bus, owner=names.ROLLOUT, role=names.ROLLOUT, config=args.run.bus, deadline_s=60.0
+            info.bus, owner=self.reporter.owner, role=names.ROLLOUT, config=args.run.bus, deadline_s=60.0
         )
         self.groups = GroupKeeper(args, self.ledger, source, self.bus, self.reporter)
         self.instances = InstancePool(args, self.reporter)
@@ -77,7 +77,7 @@ class RolloutManager:
         self.reporter.spawn(self.groups.admit_loop)
         await self.groups.finished.wait()
         await self._evaluate("after", 1)
-        await self.bus.close_topic()
+        await self.bus.close_topic(PROMPTS)
         self.reporter.state, self.reporter.waiting_for = "done", ""
 
     async def _evaluate(self, when: str, epoch: int) -> None:

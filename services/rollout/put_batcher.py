@@ -6,7 +6,10 @@ import asyncio
 from collections import defaultdict
 
 from bus.client import BusClient
-from bus.records import BusError, RowPut
+from bus.errors import BusError
+from bus.records import RowPut
+
+PUT_DEADLINE_S = 60.0
 
 
 class PutBatcher:
@@ -34,7 +37,7 @@ class PutBatcher:
             await asyncio.sleep(0)
             while batch := self._pending.pop(lease_id, []):
                 try:
-                    await self._bus.put([row for row, _ in batch], lease_id=lease_id)
+                    await self._bus.put([row for row, _ in batch], lease_id=lease_id, deadline_s=PUT_DEADLINE_S)
                 except BusError as error:
                     for _, future in batch:
                         if not future.done():

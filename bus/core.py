@@ -1,0 +1,299 @@
+"""What a client does, on its own event loop: plan, write, commit; lease, read, verify; keep alive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import Awaitable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+
+from bus.codec import EncodedField, encode_field, pack, unpack
+from bus.engine import error_named
+from bus.errors import BusError, BusFull, BusTimeout, BusUnavailable, PutLost
+from bus.records import (
+    PROMPTS,
+    SAMPLES,
+    AckResult,
+    AdmitHeader,
+    AdmitResult,
+    BusAddress,
+    BusStats,
+    Caller,
+    Closed,
+    Empty,
+    Event,
+    Grant,
+    GroupAdmission,
+    Lease,
+    LeaseRequest,
+    PutPlan,
+    PutResult,
+    Row,
+    RowGrant,
+    RowHeader,
+    RowPut,
+    Tags,
+    Welcome,
+)
+from bus.schema import check_row, derived_tags
+from bus.transport import BlobStore
+from relax.config.run import BusConfig
+
+T = TypeVar("T")
+
+_ATTACH_RETRY_S = 0.2
+
+
+class Core:
+    """One attached client. Its methods run on the loop that `connect` ran on."""
+
+    def __init__(self, engine: Any, store: BlobStore, caller: Caller, config: BusConfig) -> None:
+        self._engine = engine
+        self._store = store
+        self.caller = caller
+        self.rpc_timeout_s = config.rpc_timeout_s
+        self._kept: dict[str, asyncio.Task[None]] = {}
+
+    @classmethod
+    async def connect(cls, address: BusAddress, owner: str, role: str, config: BusConfig, deadline_s: float) -> Core:
+        deadline = time.monotonic() + deadline_s
+        engine = await _find(address, deadline)
+        welcome: Welcome = await _ask(engine.register.remote(f"{role}:{owner}"), deadline - time.monotonic())
+        attach = asyncio.to_thread(BlobStore, welcome.engine, welcome.stores)
+        store = await _bounded(attach, deadline - time.monotonic(), "attaching to the storage")
+        return cls(engine, store, welcome.caller, config)
+
+    async def ask(self, kind: type[T], method: str, *arguments: Any, more_s: float = 0.0) -> T:
+        """One call to the engine that answers with a `kind`. Raises as `call` does."""
+        reply = await self.call(method, *arguments, more_s=more_s)
+        if not isinstance(reply, kind):
+            raise BusError(f"{method} answered with {type(reply).__name__}, not {kind.__name__}")
+        return reply
+
+    async def call(self, method: str, *arguments: Any, more_s: float = 0.0) -> Any:
+        """One call to the engine. Raises the BusError it answers with, BusTimeout, BusUnavailable."""
+        try:
+            reply = getattr(self._engine, method).remote(self.caller, *arguments)
+        except RayError as error:
+            raise BusUnavailable(f"the bus is gone: {error}") from error
+        return await _ask(reply, self.rpc_timeout_s + more_s)
+
+    async def stats(self) -> BusStats:
+        stats: BusStats = await _ask(self._engine.stats.remote(), self.rpc_timeout_s)
+        return stats
+
+    async def close(self) -> None:
+        for lease_id in list(self._kept):
+            self._unkeep(lease_id)
+        await asyncio.to_thread(self._store.close)
+
+    # -- writing -----------------------------------------------------------------------------
+
+    async def admit(self, groups: Sequence[GroupAdmission], deadline_s: float) -> AdmitResult:
+        headers, encoded = [], {}
+        for group in groups:
+            fields = [encode_field(group.group_id, "prompt", group.prompt)]
+            encoded[group.group_id] = fields
+            admission = AdmitHeader(
+                group.group_id,
+                group.seq,
+                group.group_size,
+                group.min_version,
+                group.purpose.value,
+                group.attempt,
+                dict(group.tags),
+            )
+            check_row(group.group_id, PROMPTS, {"prompt": group.prompt})
+            headers.append(_header(group.group_id, group.group_id, fields, {}, admission))
+        result = await self._write(headers, encoded, None, deadline_s)
+        return AdmitResult(result.stored, result.repeated, result.refused)
+
+    async def put(self, rows: Sequence[RowPut], lease_id: str | None, deadline_s: float) -> PutResult:
+        headers, encoded = [], {}
+        for row in rows:
+            checked = check_row(row.row_id, SAMPLES, row.fields)
+            fields = [encode_field(row.row_id, name, value) for name, value in checked.items()]
+            encoded[row.row_id] = fields
+            tags = {**derived_tags(checked), **row.tags}
+            headers.append(_header(row.row_id, row.group_id, fields, tags, None))
+        return await self._write(headers, encoded, lease_id, deadline_s)
+
+    async def _write(
+        self, headers: list[RowHeader], encoded: dict[str, list[EncodedField]], lease_id: str | None, deadline_s: float
+    ) -> PutResult:
+        """Plan, store, commit. Planned anew when the plan or the commit's answer is lost."""
+        deadline = time.monotonic() + deadline_s
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise BusTimeout(f"put of {len(headers)} rows not committed within {deadline_s} s")
+            put_id = uuid.uuid4().hex
+            plan = await self.call("plan_put", put_id, tuple(headers), lease_id, left, more_s=left)
+            if isinstance(plan, Empty):
+                raise BusFull(f"no room for {len(headers)} rows within {deadline_s} s")
+            if not plan.rows:
+                return PutResult(0, plan.repeated, plan.refused)
+            try:
+                return await self._store_and_commit(plan, encoded, deadline)
+            except PutLost:
+                continue
+
+    async def _store_and_commit(
+        self, plan: PutPlan, encoded: dict[str, list[EncodedField]], deadline: float
+    ) -> PutResult:
+        blobs = []
+        for row in plan.rows:
+            fields = [field for field in encoded[row.row_id] if field.name in row.fields]
+            blobs.append(pack(row.row_id, fields))
+        write = self._store.write(plan.column, [row.slot for row in plan.rows], blobs)
+        await _bounded(write, deadline - time.monotonic(), "writing to the storage")
+        partitions: dict[str, list[int]] = {}
+        for row in plan.rows:
+            partitions.setdefault(row.partition, []).append(row.slot)
+        body = {
+            "put_id": plan.put_id,
+            "caller": [self.caller.owner, self.caller.incarnation, self.caller.epoch],
+            "column": plan.column,
+            "partitions": [[name, slots] for name, slots in partitions.items()],
+        }
+        timeout_s = min(self.rpc_timeout_s, deadline - time.monotonic())
+        try:
+            answer = await _bounded(self._store.commit(body), timeout_s, "the commit")
+        except BusTimeout as error:
+            # The commit may have happened: planned anew, its fields then count as repeated.
+            raise PutLost(str(error)) from error
+        if "error" in answer:
+            raise error_named(answer["error"], answer["message"])
+        return PutResult(answer["stored"], answer["repeated"], tuple((r[0], r[1]) for r in answer["refused"]))
+
+    # -- leases ------------------------------------------------------------------------------
+
+    async def lease(self, request: LeaseRequest, wait_s: float, keep: bool) -> Lease | Empty | Closed:
+        if not request.lease_id:
+            request = replace(request, lease_id=uuid.uuid4().hex)
+        reply = await self.call("lease", request, wait_s, more_s=wait_s)
+        if not isinstance(reply, Grant):
+            assert isinstance(reply, (Empty, Closed))
+            return reply
+        if keep:
+            self._keep(reply.lease_id, reply.ttl_s)
+        try:
+            rows = await self._read(reply)
+        except BaseException:
+            await self.give_up(reply.lease_id, "unreadable")
+            raise
+        return Lease(reply.lease_id, reply.task, reply.ttl_s, rows, reply.groups)
+
+    async def ack(self, lease_id: str, row_ids: Sequence[str] | None, tags: Tags | None) -> AckResult:
+        step = (tags or {}).get("step")
+        items = None if row_ids is None else tuple(row_ids)
+        result = await self.ask(AckResult, "ack", lease_id, items, None if step is None else int(step))
+        if items is None:
+            self._unkeep(lease_id)
+        return result
+
+    async def release(self, lease_id: str, reason: str, row_ids: Sequence[str] | None) -> int:
+        items = None if row_ids is None else tuple(row_ids)
+        if items is None:
+            self._unkeep(lease_id)
+        return await self.ask(int, "release", lease_id, items, reason)
+
+    async def give_up(self, lease_id: str, reason: str) -> None:
+        """Release after a failure: that failure is the error to report, so one here is left to the expiry."""
+        with contextlib.suppress(BusError):
+            await self.release(lease_id, reason, None)
+
+    async def events(self, after: int, wait_s: float) -> list[Event]:
+        reply = await self.call("events", after, wait_s, more_s=wait_s)
+        return [] if isinstance(reply, Empty) else list(reply)
+
+    async def rollback(self, to_step: int) -> tuple[str, ...]:
+        group_ids: tuple[str, ...] = await self.call("rollback", to_step)
+        return group_ids
+
+    def _keep(self, lease_id: str, ttl_s: float) -> None:
+        if lease_id not in self._kept:
+            self._kept[lease_id] = asyncio.get_running_loop().create_task(self._heartbeat(lease_id, ttl_s))
+
+    def _unkeep(self, lease_id: str) -> None:
+        task = self._kept.pop(lease_id, None)
+        if task is not None:
+            task.cancel()
+
+    async def _heartbeat(self, lease_id: str, ttl_s: float) -> None:
+        """Extend until cancelled or lost. The holder learns of a loss at its next write or ack."""
+        while True:
+            await asyncio.sleep(ttl_s / 3)
+            try:
+                await self.call("extend", lease_id)
+            except BusTimeout:
+                continue
+            except BusError:
+                self._kept.pop(lease_id, None)
+                return
+
+    # -- reading -----------------------------------------------------------------------------
+
+    async def _read(self, grant: Grant) -> tuple[Row, ...]:
+        """Fetch the blobs of a grant, few requests for many rows; verify row ids and digests."""
+        columns_of: dict[int, set[str]] = {}
+        for row in grant.rows:
+            for ref in row.blobs:
+                columns_of.setdefault(ref.slot, set()).add(ref.column)
+        slots_with: dict[tuple[str, ...], list[int]] = {}
+        for slot, columns in columns_of.items():
+            slots_with.setdefault(tuple(sorted(columns)), []).append(slot)
+        blobs: dict[tuple[int, str], Any] = {}
+        for columns_tuple, slots in slots_with.items():
+            read = self._store.read(columns_tuple, slots)
+            blobs |= await _bounded(read, self.rpc_timeout_s, "reading from the storage")
+        return tuple(_row(row, blobs) for row in grant.rows)
+
+
+def _header(
+    row_id: str, group_id: str, fields: list[EncodedField], tags: dict[str, Any], admission: AdmitHeader | None
+) -> RowHeader:
+    return RowHeader(row_id, group_id, tuple((f.name, f.digest, len(f.data)) for f in fields), tags, admission)
+
+
+def _row(grant: RowGrant, blobs: dict[tuple[int, str], Any]) -> Row:
+    fields: dict[str, Any] = {}
+    for ref in grant.blobs:
+        fields |= unpack(blobs[ref.slot, ref.column], ref.owner_row, dict(ref.fields))
+    return Row(grant.row_id, grant.group_id, grant.k, grant.segment, fields, grant.tags)
+
+
+async def _find(address: BusAddress, deadline: float) -> Any:
+    """The engine's handle. It may be a moment until a bus that is being created has its name."""
+    while True:
+        try:
+            return await asyncio.to_thread(ray.get_actor, address.engine, namespace=address.namespace)
+        except (ValueError, RayError) as error:
+            if time.monotonic() + _ATTACH_RETRY_S > deadline:
+                raise BusUnavailable(f"no bus {address.engine} in namespace {address.namespace}") from error
+        await asyncio.sleep(_ATTACH_RETRY_S)
+
+
+async def _ask(reply: Awaitable[Any], timeout_s: float) -> Any:
+    try:
+        value = await asyncio.wait_for(reply, timeout_s)
+    except TimeoutError as error:
+        raise BusTimeout(f"the bus did not answer within {timeout_s:.1f} s") from error
+    except RayError as error:
+        raise BusUnavailable(f"the bus is gone: {error}") from error
+    if isinstance(value, BusError):
+        raise value
+    return value
+
+
+async def _bounded(work: Awaitable[Any], timeout_s: float, what: str) -> Any:
+    try:
+        return await asyncio.wait_for(work, max(0.0, timeout_s))
+    except TimeoutError as error:
+        raise BusTimeout(f"{what} took longer than {timeout_s:.1f} s") from error

@@ -1,0 +1,323 @@
+"""The processes of the bus: the engine (TransferQueue's controller plus the index) and its stores.
+
+The engine is one asyncio Ray actor. TransferQueue's request thread and the actor's event loop both
+enter it; one lock keeps each call to the index and to TransferQueue's own state atomic. A waiting
+consumer waits here, on a future that the change it waits for completes: nobody polls.
+
+    client --plan_put--> engine      slots are allocated, nothing is visible
+    client --bytes-----> store
+    client --notice----> engine      TransferQueue records production, then the index commits
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any, TypeVar
+
+import ray
+import transfer_queue.controller as tq_controller
+import transfer_queue.storage.simple_storage as tq_storage
+from transfer_queue.sampler import SequentialSampler
+from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, ZMQServerInfo
+
+from bus import errors
+from bus.errors import BusError, BusUnavailable, StaleEpoch
+from bus.index import Index, Limits
+from bus.index.state import Garbage
+from bus.records import (
+    AckResult,
+    BusStats,
+    Caller,
+    Closed,
+    Empty,
+    Event,
+    Grant,
+    LeaseRequest,
+    PutPlan,
+    RowHeader,
+    Verdict,
+    Welcome,
+)
+
+_Controller: Any = tq_controller.TransferQueueController.__ray_metadata__.modified_class
+_StorageUnit: Any = tq_storage.SimpleStorageUnit.__ray_metadata__.modified_class
+
+QUARANTINE_S = 120.0
+"""A freed slot is not given out again before every writer that could still know it has given up."""
+
+T = TypeVar("T")
+
+
+class FixedPorts:
+    """Stands in for TransferQueue's `get_free_port`: hands out the given ports once each.
+
+    TransferQueue retries for ever when it cannot bind; running out of ports ends that.
+    """
+
+    def __init__(self, ports: tuple[int, ...]) -> None:
+        self._ports = list(ports)
+
+    def __call__(self, ip: str) -> int:
+        if not self._ports:
+            raise OSError(f"a port of the bus on {ip} was taken by somebody else")
+        return self._ports.pop(0)
+
+
+class BusStorage(_StorageUnit):  # type: ignore[misc]
+    """One storage process, on one interface and one port."""
+
+    def __init__(self, host: str, port: int) -> None:
+        tq_storage.get_node_ip_address = lambda: host
+        tq_storage.get_free_port = FixedPorts((port,))
+        super().__init__({"num_data_storage_units": 1, "total_storage_size": None})
+
+    def free(self, slots: list[int]) -> None:
+        """Drop these storage rows. Runs beside the request thread: each step is atomic."""
+        for column in list(self.storage_data.field_data.values()):
+            for slot in slots:
+                column.pop(slot, None)
+        self.storage_data._active_keys.difference_update(slots)
+
+    def ping(self) -> bool:
+        return bool(self.worker_thread.is_alive() and self.proxy_thread.is_alive())
+
+
+class BusEngine(_Controller):  # type: ignore[misc]
+    """Every public method takes the caller first, answers with a value, and returns BusErrors
+    instead of raising them: an error of a caller is no failure of the actor."""
+
+    def __init__(self, host: str, ports: tuple[int, int], limits: Limits) -> None:
+        self._lock = threading.RLock()
+        self.epoch = uuid.uuid4().hex
+        self._index = Index(limits, self.epoch)
+        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+        self._quarantine: deque[tuple[float, str, list[int]]] = deque()
+        self._empty_partitions: set[str] = set()
+        self._sweeping: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stores: list[Any] = []
+        self._store_infos: dict[str, ZMQServerInfo] = {}
+        tq_controller.get_node_ip_address = lambda: host
+        tq_controller.get_free_port = FixedPorts(ports)
+        super().__init__(sampler=SequentialSampler, polling_mode=True)
+
+    async def start(self, stores: list[Any]) -> str:
+        """Take the storage actors. Returns the epoch."""
+        self._loop = asyncio.get_running_loop()
+        infos = await asyncio.gather(*(store.get_zmq_server_info.remote() for store in stores))
+        self._stores = stores
+        self._store_infos = {info.id: info for info in infos}
+        return self.epoch
+
+    async def ping(self) -> str:
+        """The epoch, once all stores have answered; raises what the dead one raises."""
+        alive = await asyncio.gather(*(store.ping.remote() for store in self._stores))
+        if not all(alive) or not self.process_request_thread.is_alive():
+            raise BusUnavailable("a thread of the bus has ended")
+        return self.epoch
+
+    # -- calls -------------------------------------------------------------------------------
+
+    async def register(self, owner: str) -> Welcome | BusError:
+        caller = self._run(lambda now: self._index.register(owner, now))
+        if isinstance(caller, BusError):
+            return caller
+        return Welcome(caller, self.zmq_server_info, self._store_infos)
+
+    async def plan_put(
+        self, caller: Caller, put_id: str, rows: tuple[RowHeader, ...], lease_id: str | None, wait_s: float
+    ) -> PutPlan | Empty | BusError:
+        def plan(now: float) -> PutPlan | Empty:
+            return self._index.plan_put(caller, put_id, rows, lease_id, now, self._allocate) or Empty("budget")
+
+        return await self._poll("space", wait_s, caller, plan)
+
+    async def tombstone(
+        self, caller: Caller, group_id: str, k: int, reason: str, lease_id: str | None
+    ) -> bool | BusError:
+        return self._call(caller, lambda now: self._index.tombstone(caller, group_id, k, reason, lease_id, now))
+
+    async def lease(self, caller: Caller, request: LeaseRequest, wait_s: float) -> Grant | Empty | Closed | BusError:
+        return await self._poll(request.task, wait_s, caller, lambda now: self._index.lease(caller, request, now))
+
+    async def extend(self, caller: Caller, lease_id: str) -> float | BusError:
+        return self._call(caller, lambda now: self._index.extend(caller, lease_id, now))
+
+    async def ack(
+        self, caller: Caller, lease_id: str, items: tuple[str, ...] | None, step: int | None
+    ) -> AckResult | BusError:
+        return self._call(caller, lambda now: self._index.ack(caller, lease_id, items, step, now))
+
+    async def release(
+        self, caller: Caller, lease_id: str, items: tuple[str, ...] | None, reason: str
+    ) -> int | BusError:
+        return self._call(caller, lambda now: self._index.release(caller, lease_id, items, reason, now))
+
+    async def judge(self, caller: Caller, verdicts: tuple[Verdict, ...]) -> int | BusError:
+        return self._call(caller, lambda now: self._index.judge(caller, verdicts, now))
+
+    async def drop(self, caller: Caller, group_id: str, reason: str) -> bool | BusError:
+        return self._call(caller, lambda now: self._index.drop(caller, group_id, reason, now))
+
+    async def events(self, caller: Caller, after: int, wait_s: float) -> list[Event] | Empty | BusError:
+        return await self._poll("events", wait_s, caller, lambda now: self._index.events(caller, after, now) or Empty())
+
+    async def close_topic(self, caller: Caller, topic: str) -> BusError | None:
+        return self._call(caller, lambda now: self._index.close_topic(caller, topic, now))
+
+    async def set_version(self, caller: Caller, version: int, step: int) -> BusError | None:
+        return self._call(caller, lambda now: self._index.set_version(caller, version, step, now))
+
+    async def gc(self, caller: Caller, through_step: int) -> int | BusError:
+        return self._call(caller, lambda now: self._index.gc(caller, through_step, now))
+
+    async def collect_eval(self, caller: Caller, group_ids: tuple[str, ...]) -> int | BusError:
+        return self._call(caller, lambda now: self._index.collect_eval(caller, group_ids, now))
+
+    async def rollback(self, caller: Caller, to_step: int) -> tuple[str, ...] | BusError:
+        return self._call(caller, lambda now: self._index.rollback(caller, to_step, now))
+
+    async def stats(self) -> BusStats | BusError:
+        return self._run(self._index.stats)
+
+    # -- entering the index ------------------------------------------------------------------
+
+    def _call(self, caller: Caller, operation: Callable[[float], T]) -> T | BusError:
+        if caller.epoch != self.epoch:
+            return StaleEpoch(f"the bus restarted: its epoch is {self.epoch}, the call came from {caller.epoch}")
+        return self._run(operation)
+
+    def _run(self, operation: Callable[[float], T]) -> T | BusError:
+        reply: T | BusError
+        with self._lock:
+            try:
+                reply = operation(time.monotonic())
+            except BusError as error:
+                reply = error
+            woken = self._index.take_woken()
+        if woken:
+            self._wake(woken)
+        return reply
+
+    async def _poll(
+        self, topic: str, wait_s: float, caller: Caller, operation: Callable[[float], T | Empty]
+    ) -> T | Empty | BusError:
+        """Try, and again after each change of `topic`, until there is an answer or time is up."""
+        deadline = time.monotonic() + wait_s
+        while True:
+            changed = asyncio.get_running_loop().create_future()
+            self._waiters.setdefault(topic, set()).add(changed)
+            try:
+                reply = self._call(caller, operation)
+                left = deadline - time.monotonic()
+                if not isinstance(reply, Empty) or left <= 0:
+                    return reply
+                expiry = self._index.next_expiry()
+                until_expiry = left if expiry is None else max(0.0, expiry - time.monotonic())
+                await asyncio.wait([changed], timeout=min(left, until_expiry))
+            finally:
+                self._waiters[topic].discard(changed)
+
+    def _wake(self, woken: set[str]) -> None:
+        """Complete the futures of those who wait for these topics. Called from either thread."""
+        if self._loop is None:
+            return
+        try:
+            on_loop = asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            on_loop = False
+        if on_loop:
+            self._wake_here(woken)
+        else:
+            self._loop.call_soon_threadsafe(self._wake_here, woken)
+
+    def _wake_here(self, woken: set[str]) -> None:
+        for topic in woken:
+            for waiter in self._waiters.get(topic, ()):
+                if not waiter.done():
+                    waiter.set_result(None)
+        if "collector" in woken and (self._sweeping is None or self._sweeping.done()):
+            self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
+
+    # -- TransferQueue's side ----------------------------------------------------------------
+
+    def _handle_request(self, request_msg: ZMQMessage, monitor: Any) -> ZMQMessage | None:
+        """Of TransferQueue's requests only the notice is served: the rest could bypass the index,
+        or write files wherever the sender says."""
+        if request_msg.request_type != ZMQRequestType.NOTIFY_DATA_UPDATE:
+            return self._make_error_response(request_msg.sender_id, "the bus does not serve this request")
+        with self._lock:
+            return super()._handle_request(request_msg, monitor)
+
+    def _handle_notify_data_update_request(self, request_msg: ZMQMessage) -> ZMQMessage:
+        """Record production, then commit the put: the answer says what became visible."""
+        body = request_msg.body
+        caller = Caller(*body["caller"])
+        reply = self._call(caller, lambda now: self._commit(caller, body, now))
+        answer: dict[str, Any]
+        if isinstance(reply, BusError):
+            answer = {"error": type(reply).__name__, "message": str(reply)}
+        else:
+            answer = {"stored": reply.stored, "repeated": reply.repeated, "refused": [list(r) for r in reply.refused]}
+        return self._make_response(request_msg, ZMQRequestType.NOTIFY_DATA_UPDATE_ACK, answer)
+
+    def _commit(self, caller: Caller, body: dict[str, Any], now: float) -> Any:
+        self._index.check_planned(body["put_id"])
+        schema = {body["column"]: {"dtype": None, "shape": None, "is_nested": False, "is_non_tensor": True}}
+        for partition, slots in body["partitions"]:
+            if not self.update_production_status(partition, slots, schema):
+                raise BusUnavailable(f"TransferQueue did not record production of {len(slots)} rows in {partition}")
+        return self._index.commit_put(caller, body["put_id"], now)
+
+    def _allocate(self, partition: str) -> int:
+        self._end_quarantine(time.monotonic())
+        if partition not in self.partitions:
+            self.create_partition(partition)
+        slot: int = self.index_manager.allocate_indexes(partition, 1)[0]
+        return slot
+
+    async def _sweep(self) -> None:
+        """Free the storage rows of ended groups; their room returns once the stores confirm."""
+        while True:
+            with self._lock:
+                garbage = self._index.take_garbage()
+            if not garbage:
+                return
+            slots = [row.slot for row in garbage]
+            await asyncio.gather(*(store.free.remote(slots) for store in self._stores))
+            self._run(lambda now, garbage=garbage: self._freed(garbage, now))  # type: ignore[misc]
+
+    def _freed(self, garbage: list[Garbage], now: float) -> None:
+        for partition, rows in groupby(sorted(garbage, key=lambda r: r.partition), key=lambda r: r.partition):
+            slots = [row.slot for row in rows]
+            self.partitions[partition].clear_data(slots)
+            self._quarantine.append((now + QUARANTINE_S, partition, slots))
+        self._index.freed(garbage)
+        self._empty_partitions.update(self._index.take_empty_partitions())
+
+    def _end_quarantine(self, now: float) -> None:
+        while self._quarantine and self._quarantine[0][0] <= now:
+            _, partition, slots = self._quarantine.popleft()
+            # A notice that came after the rows were freed may have marked them again.
+            self.partitions[partition].clear_data(slots)
+            self.index_manager.release_indexes(partition, slots)
+            if partition in self._empty_partitions and not any(p == partition for _, p, _ in self._quarantine):
+                self._empty_partitions.discard(partition)
+                self.clear_partition(partition)
+
+
+def error_named(name: str, message: str) -> BusError:
+    """The error that the engine reported in an answer."""
+    kind = getattr(errors, name, BusError)
+    error: BusError = kind(message)
+    return error
+
+
+EngineActor = ray.remote(BusEngine)
+StorageActor = ray.remote(BusStorage)

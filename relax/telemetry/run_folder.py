@@ -1,0 +1,187 @@
+"""The files of one run: config.json, metrics.jsonl, samples.jsonl, summary.json, report.html."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from io import FileIO
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from relax.types import Json, RelaxError
+
+
+class RunFolderError(RelaxError, OSError):
+    """A file of the run folder cannot be written or read; the message names it and the system's reason."""
+
+
+class RunFolder:
+    """Appends are whole lines, in the order of the calls, from any thread. One process writes.
+
+    A crash can tear the last line of a .jsonl file: readers leave it out, and the next append removes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Creates the folder if it is missing.
+
+        Raises:
+            RunFolderError: it cannot be created.
+        """
+        self.path = path
+        self._lock = threading.Lock()
+        self._mended: set[Path] = set()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _failed("create", path, error) from error
+
+    @property
+    def config_path(self) -> Path:
+        return self.path / "config.json"
+
+    @property
+    def metrics_path(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples_path(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def summary_path(self) -> Path:
+        return self.path / "summary.json"
+
+    @property
+    def report_path(self) -> Path:
+        return self.path / "report.html"
+
+    def write_config(self, config: Mapping[str, Json]) -> None:
+        """The resolved configuration, defaults included."""
+        self.write_text(self.config_path, json.dumps(config, indent=2) + "\n")
+
+    def append_metrics(self, record: Mapping[str, float]) -> None:
+        """One line for one step."""
+        self._append(self.metrics_path, [record])
+
+    def append_samples(self, samples: Iterable[Any]) -> None:
+        """One line for each generation with its reward: mappings or dataclass instances."""
+        self._append(self.samples_path, samples)
+
+    def write_summary(self, summary: Mapping[str, Json]) -> None:
+        self.write_text(self.summary_path, json.dumps(summary, indent=2) + "\n")
+
+    def write_text(self, path: Path, text: str) -> None:
+        """Replace a file in one step: a reader sees the old text or the new one.
+
+        Raises:
+            RunFolderError: the disk refuses; the old file is as it was.
+        """
+        staged = path.with_name(f".{path.name}.{os.getpid()}")
+        with self._lock:
+            try:
+                with open(staged, "w", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(staged, path)
+            except OSError as error:
+                staged.unlink(missing_ok=True)
+                raise _failed("write", path, error) from error
+
+    def read_config(self) -> dict[str, Json]:
+        """Raises `RunFolderError` where none was written."""
+        return self._read_object(self.config_path)
+
+    def read_metrics(self) -> list[dict[str, float]]:
+        """All steps; none where nothing was written."""
+        return list(self._lines(self.metrics_path))
+
+    def read_samples(self, first: int | None = None, last: int = 0) -> list[dict[str, Json]]:
+        """All generations, or only the `first` and the `last` ones of a long file."""
+        lines = self._lines(self.samples_path)
+        if first is None:
+            return list(lines)
+        head = list(islice(lines, first))
+        return head + list(deque(lines, maxlen=last))
+
+    def read_summary(self) -> dict[str, Json]:
+        """Raises `RunFolderError` where none was written."""
+        return self._read_object(self.summary_path)
+
+    def _append(self, path: Path, records: Iterable[Any]) -> None:
+        text = "".join(json.dumps(_plain(record)) + "\n" for record in records)
+        with self._lock:
+            try:
+                # Unbuffered: a buffer would be written once more, on closing, after a failed write.
+                with open(path, "ab", buffering=0) as file:
+                    if path not in self._mended:
+                        file.truncate(_whole_lines_bytes(path))
+                        self._mended.add(path)
+                    begin = file.seek(0, os.SEEK_END)
+                    try:
+                        _write_all(file, text.encode())
+                    except OSError:
+                        file.truncate(begin)  # half a line must not spoil the next one
+                        raise
+            except OSError as error:
+                raise _failed("append to", path, error) from error
+
+    def _lines(self, path: Path) -> Iterator[dict[str, Json]]:
+        if not path.exists():
+            return
+        try:
+            with open(path, encoding="utf-8") as file:
+                for number, line in enumerate(file, 1):
+                    if not line.endswith("\n"):
+                        return
+                    try:
+                        yield json.loads(line)
+                    except ValueError as error:
+                        raise RunFolderError(f"{path}, line {number} is no JSON: {error}") from error
+        except OSError as error:
+            raise error if isinstance(error, RunFolderError) else _failed("read", path, error) from error
+
+    def _read_object(self, path: Path) -> dict[str, Json]:
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise _failed("read", path, error) from error
+        except ValueError as error:
+            raise RunFolderError(f"{path} is no JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise RunFolderError(f"{path} holds no JSON object")
+        return value
+
+
+def _plain(record: Any) -> Json:
+    if dataclasses.is_dataclass(record) and not isinstance(record, type):
+        return dataclasses.asdict(record)
+    return record
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _whole_lines_bytes(path: Path) -> int:
+    """Size up to the last line end."""
+    with open(path, "rb") as file:
+        position = file.seek(0, os.SEEK_END)
+        while position > 0:
+            begin = max(0, position - (1 << 16))
+            file.seek(begin)
+            found = file.read(position - begin).rfind(b"\n")
+            if found >= 0:
+                return begin + found + 1
+            position = begin
+    return 0
+
+
+def _failed(verb: str, path: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(f"cannot {verb} {path}: {error.strerror or error}")

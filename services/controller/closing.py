@@ -1,0 +1,86 @@
+"""What is written when a run ends: summary, report, and which expectations it broke."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from relax.telemetry.report import write_report
+from relax.telemetry.run_folder import RunFolder
+from relax.telemetry.summary import FinalFacts, build_summary, check_expectations
+
+from bus.records import BusStats
+from relax.control.runstate import RunState
+from services import names
+from services.controller.book import RunBook
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    summary: dict[str, Any]
+    violations: list[str]
+
+
+def final_facts(book: RunBook, stats: BusStats | None, wall_s: float) -> FinalFacts:
+    """From the book and the last snapshot of the bus."""
+    account = stats.account if stats is not None else None
+    lags: Counter[int] = Counter()
+    for replica in book.replicas.values():
+        if replica.beat.role == names.ACTOR:
+            histogram = replica.beat.facts.get("lag_histogram", {})
+            lags.update({int(lag): int(count) for lag, count in histogram.items()})
+    before, after = book.evals.get("before"), book.evals.get("after")
+    return FinalFacts(
+        wall_s=wall_s,
+        engine_versions={name: report.version for name, report in sorted(book.adoptions.items())},
+        digest_ok=book.digest_failures == 0 and bool(book.adoptions),
+        logprob_gap_max=book.gap_max,
+        produced=account.produced if account else 0,
+        trained=account.trained if account else 0,
+        dropped_by_reason=dict(account.dropped) if account else {},
+        queued=account.queued if account else 0,
+        restarts_unasked=book.restarts(),
+        lag_histogram=dict(sorted(lags.items())),
+        engine_busy_s=book.instance_means("busy_s"),
+        max_staleness=book.args.run.max_staleness,
+        eval_before=before.accuracy if before else None,
+        eval_after=after.accuracy if after else None,
+        eval_parts={"before": before.parts, "after": after.parts} if before and after else {},
+        role_time=book.role_time(),
+    )
+
+
+def close_run(
+    book: RunBook, folder: RunFolder, stats: BusStats | None, wall_s: float, state: RunState, reason: str
+) -> Closed:
+    """Write summary and report. Expectations are checked on a finished run only."""
+    facts = final_facts(book, stats, wall_s)
+    summary = build_summary(book.steps, facts, seed=book.args.run.seed)
+    summary = {"run": book.args.run.name, "state": state.value, "reason": reason or None, **summary}
+    violations = []
+    if state is RunState.FINISHED:
+        violations = check_expectations(summary, book.args.controller.expect)
+    folder.write_summary({**summary, "violations": violations})
+    write_report(folder)
+    return Closed(summary, violations)
+
+
+def stats_json(stats: BusStats) -> dict[str, Any]:
+    """For the status endpoint: plain numbers, the account's on top."""
+    account = stats.account
+    return {
+        "produced": account.produced,
+        "trained": account.trained,
+        "dropped": sum(account.dropped.values()),
+        "dropped_by_reason": dict(account.dropped),
+        "queued": account.queued,
+        "running": account.running,
+        "waiting": account.waiting,
+        **{
+            field.name: getattr(stats, field.name)
+            for field in dataclasses.fields(stats)
+            if field.name not in ("account",)
+        },
+    }
