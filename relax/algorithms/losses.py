@@ -29,7 +29,7 @@ class PolicyLoss:
     Off-Policy RL Training"), or 1 without a cap.
 
     Stats are (sum, count) over sampled tokens, except `policy_loss`, which is aggregated as the loss is, and
-    `logprob_gap_max`. `logprob_diff_mean`, `logprob_gap_max` and `rollout_kl` (k3, samples of the rollout
+    `logprob_diff_max`. `logprob_diff_mean`, `logprob_diff_max` and `rollout_kl` (k3, samples of the rollout
     policy) compare trainer and rollout log-probs: engine gap and lag together.
     """
 
@@ -93,7 +93,7 @@ def _stats(
         "clip_fraction_high": ((ratio > 1 + config.clip_high) & (advantages > 0)).sum(),
         "logprob_diff_mean": gap.abs().sum(),
         "rollout_kl": (torch.expm1(gap) - gap).sum(),
-        "logprob_gap_max": gap.abs().max(),
+        "logprob_diff_max": gap.abs().max(),
     }
     if kl is not None:
         sums["kl"] = kl[mask].sum()

@@ -277,7 +277,7 @@ class RewardPool:
 
     def _break(self, error: RewardPoolError) -> None:
         self._broken = error
-        for call in ():
+        for call in self._open:
             if not call.future.done():
                 call.future.set_exception(error)
         self._queue.clear()

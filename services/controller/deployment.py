@@ -20,6 +20,7 @@ from bus.records import BusAddress, BusStats
 from relax.config.file import ROLES, ControllerArgs
 from relax.control.runstate import RunState, RunStatus
 from relax.control.watchdog import find_stall
+from relax.telemetry.metrics import validate
 from relax.telemetry.run_folder import RunFolder
 from services import names
 from services.controller.api import (
@@ -112,7 +113,7 @@ class Controller:
 
     async def report_step(self, record: dict[str, float]) -> None:
         """One record of the training loop per step; a repeated one is ignored."""
-        joined = self.book.complete_record(record, await self._stats())
+        joined = validate(self.book.complete_record(record, await self._stats()))
         if self.book.record_step(joined):
             await asyncio.to_thread(self.folder.append_metrics, joined)
 

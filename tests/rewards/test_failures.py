@@ -21,6 +21,16 @@ def test_the_share_is_that_of_the_last_hundred_calls(states: list[RewardState]) 
     assert window.should_stop(0.5) == (len(states) >= 20 and expected > 0.5)
 
 
+def test_failures_older_than_a_hundred_calls_are_forgotten() -> None:
+    """behaviour: B20"""
+    window = FailureWindow()
+    for state in [RewardState.CRASHED] * 100 + [RewardState.OK] * 99:
+        window.record(state)
+    assert window.share == 0.01
+    window.record(RewardState.OK)
+    assert window.share == 0.0
+
+
 def test_nineteen_failures_stop_nothing_and_the_twentieth_does() -> None:
     """behaviour: B20"""
     window = FailureWindow()
