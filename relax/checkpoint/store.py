@@ -68,7 +68,8 @@ class CheckpointStore:
         try:
             write(writing)
         except BaseException as error:
-            raise self._given_up(writing, step, error) from error
+            self._give_up(writing, step, error)
+            raise
         return self.commit(step, writing, meta)
 
     def begin(self, step: int, expected_bytes: int | None = None) -> Path:
@@ -109,22 +110,23 @@ class CheckpointStore:
             _sync(target)
             _sync(self.root)
         except BaseException as error:
-            failure = self._given_up(writing, step, error)
             self._remove(target)
-            raise failure from error
+            self._give_up(writing, step, error)
+            raise
         self._collect()
         return manifest
 
     def folder(self, manifest: CheckpointManifest) -> Path:
         return self.root / _folder_name(manifest.serial, manifest.step)
 
-    def _given_up(self, writing: Path, step: int, error: BaseException) -> BaseException:
-        """Remove what was written; the error to raise, which is `NoSpace` where the disk was full."""
-        free = free_bytes(self.root)  # before the removal: what is free then says whether the disk was full
+    def _give_up(self, writing: Path, step: int, error: BaseException) -> None:
+        """Remove what was written; raise `NoSpace` where the disk was full."""
+        need = sum(path.stat().st_size for path in writing.rglob("*") if path.is_file())
         shutil.rmtree(writing, ignore_errors=True)
         if ran_full(error):
-            return NoSpace(f"the checkpoint of step {step}", self.root, 0, free, self.reserve_bytes, _REMEDY)
-        return error
+            raise NoSpace(
+                f"the checkpoint of step {step}", self.root, need, free_bytes(self.root), self.reserve_bytes, _REMEDY
+            ) from error
 
     def scan(self) -> Scan:
         """Read all manifests and compare file sizes; contents are checked by `restore`."""

@@ -45,6 +45,22 @@ def port_is_free(host: str, port: int) -> bool:
         return True
 
 
+WORKER_PORTS = 400
+FIRST_WORKER_PORT, LAST_WORKER_PORT = 10_000, 32_000
+"""Below the range that the kernel hands out, so that no port picked by `free_ports` lies in it."""
+
+
+def worker_port_block() -> int:
+    """First port of a block in which nothing listens; where the search begins differs by process."""
+    taken = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    blocks = (LAST_WORKER_PORT - FIRST_WORKER_PORT) // WORKER_PORTS
+    for offset in range(blocks):
+        low = FIRST_WORKER_PORT + (os.getpid() + offset) % blocks * WORKER_PORTS
+        if taken.isdisjoint(range(low, low + WORKER_PORTS)):
+            return low
+    raise ClusterError(f"no {WORKER_PORTS} adjoining free ports in {FIRST_WORKER_PORT}-{LAST_WORKER_PORT}")
+
+
 @dataclass(slots=True)
 class Dashboard:
     """The REST side of a Ray cluster."""
@@ -92,7 +108,7 @@ class PrivateRay:
         # Ray puts Unix sockets below its temp folder: their paths must stay under 107 characters.
         folder = Path(tempfile.mkdtemp(prefix="rlx-", dir="/tmp"))
         gcs, dashboard, client, metrics, agent, auto, dash_metrics, nm, om, rt = free_ports(10)
-        low = 20_000 + (os.getpid() * 64) % 20_000
+        low = worker_port_block()
         token = secrets.token_hex(32)
         token_file = folder / "token"
         token_file.touch(mode=0o600)
@@ -117,7 +133,7 @@ class PrivateRay:
         command += ["--ray-client-server-port", str(client), "--metrics-export-port", str(metrics)]
         command += ["--dashboard-agent-listen-port", str(agent), "--node-manager-port", str(nm)]
         command += ["--object-manager-port", str(om), "--runtime-env-agent-port", str(rt)]
-        command += ["--min-worker-port", str(low), "--max-worker-port", str(low + 2000)]
+        command += ["--min-worker-port", str(low), "--max-worker-port", str(low + WORKER_PORTS - 1)]
         command += ["--object-store-memory", str(200_000_000), "--node-ip-address", "127.0.0.1"]
         log_path = log or folder / "ray-start.log"
         with log_path.open("wb") as output:

@@ -113,7 +113,8 @@ class Controller:
 
     async def report_step(self, record: dict[str, float]) -> None:
         """One record of the training loop per step; a repeated one is ignored."""
-        joined = validate(self.book.complete_record(record, await self._stats()))
+        joined = self.book.complete_record(record, await self._stats())
+        validate(joined)
         if self.book.record_step(joined):
             await asyncio.to_thread(self.folder.append_metrics, joined)
 

@@ -52,7 +52,7 @@ def test_every_shipped_file_is_valid(path: Path) -> None:
 )
 def test_an_unknown_key_fails_with_the_nearest_known_name(override: str, words: str) -> None:
     """behaviour: B40"""
-    with pytest.raises(ConfigError, match=".*") as caught:
+    with pytest.raises(ConfigError) as caught:
         load_run_file(TINY, [override])
     assert words in str(caught.value)
 
@@ -150,7 +150,7 @@ def test_the_key_lists_are_those_of_the_installed_serve() -> None:
 
 
 def test_the_configuration_loads_without_torch_and_ray() -> None:
-    code = "import sys, relax.config.file, relax.config.reference; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    code = "import sys, relax.config.file, relax.config.reference; sys.exit(bool({'torch', 'ray'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
@@ -17,6 +18,7 @@ from relax.control.admission import (
     Limits,
     OpenGroup,
     due_drops,
+    held_slots,
     hold_below,
     overdue_groups,
     trainable_lag,
@@ -104,6 +106,7 @@ def test_a_new_attempt_keeps_the_counts_and_gets_the_present_version_and_deadlin
     assert state.readmit(gid(3), 40.0) == 1
     assert (state.outstanding, state.admitted) == (2, 4)
     assert [drop.group_id for drop in state.due_drops(DEADLINE_S)] == [gid(2)]
+    assert [drop.group_id for drop in state.due_drops(40.0 + DEADLINE_S)] == [gid(2), gid(3)]
     with pytest.raises(AdmissionRefused, match="not in flight"):
         state.readmit(gid(0), 40.0)
     with pytest.raises(AdmissionRefused, match="in flight already"):
@@ -123,7 +126,7 @@ def test_overdue_are_incomplete_groups_admitted_s_versions_ago_or_earlier() -> N
     [
         (Overdue.WAIT, 0, 7),
         (Overdue.WAIT, 1, 6),
-        (Overdue.WAIT, 3, 6),
+        (Overdue.WAIT, 3, 4),
         (Overdue.TRAIN, 1, None),
         (Overdue.DROP, 1, None),
     ],
@@ -175,6 +178,22 @@ def test_limits_of_a_run_follow_its_configuration() -> None:
     assert not trainable_lag(PolicyVersion(0), PolicyVersion(7), lim)
 
 
+@pytest.mark.parametrize(
+    ("min_version", "held"),
+    [(3, 0), (4, 1), (5, 4), (6, 4)],
+    ids=["oldest", "behind one that is due now", "behind 5 of which 1 can wait", "behind 6 of which 4 can wait"],
+)
+def test_younger_groups_leave_the_slots_that_older_ones_need_to_be_in_time(min_version: int, held: int) -> None:
+    """At version 5, S = 2, B = 1 the groups of version 3 are due now, those of 4 a step later.
+
+    behaviour: B15
+    """
+    waiting = {PolicyVersion(3): 1, PolicyVersion(4): 4, PolicyVersion(5): 1}
+    hold = hold_below(PolicyVersion(5), 2, Overdue.WAIT)
+    assert held_slots(waiting, PolicyVersion(min_version), hold, groups_per_step=1) == held
+    assert held_slots(waiting, PolicyVersion(min_version), None, groups_per_step=1) == 0
+
+
 @dataclass
 class World:
     """A run in which an adversary chooses who generates, finishes, fails and straggles.
@@ -188,6 +207,7 @@ class World:
     filter_share: float
     straggler_share: float
     engine_lag: int
+    young_first: bool
     state: AdmissionState = field(init=False)
     now_s: float = 0.0
     next_number: int = 0
@@ -231,7 +251,7 @@ class World:
         elif self.rng.random() < 0.1:
             del self.oldest_token[group.group_id]
             self.state.readmit(group.group_id, self.now_s)
-        elif self.rng.random() < 0.4:
+        elif self.rng.random() < (0.05 if self.young_first and group.min_version < self.state.version else 0.4):
             self.complete(group.group_id)
 
     def complete(self, group_id: GroupId) -> None:
@@ -247,13 +267,15 @@ class World:
     def train(self) -> None:
         candidates = [g for g in self.state.open_groups if g.group_id in self.accepted and g.group_id not in self.taken]
         self.rng.shuffle(candidates)
+        if self.young_first:
+            candidates.sort(key=lambda group: -group.min_version)
         for group in candidates:
             if len(self.taken) == self.lim.groups_per_step:
                 break
             if not trainable_lag(self.oldest_token[group.group_id], self.state.version, self.lim):
                 assert self.lim.policy is not Overdue.WAIT, "wait never has to drop for lag"
                 self.state.mark_dropped(group.group_id, "stale")
-            elif not self.held(group):
+            elif len(self.taken) + self.held(group) < self.lim.groups_per_step:
                 self.taken.append(group.group_id)
         if len(self.taken) == self.lim.groups_per_step:
             self.lags += [self.state.version - self.oldest_token[group_id] for group_id in self.taken]
@@ -261,25 +283,23 @@ class World:
             self.taken = []
             self.steps_done += 1
 
-    def held(self, group: OpenGroup) -> bool:
-        hold = self.state.hold_below()
-        return hold is not None and any(
-            other.min_version <= hold and other.min_version < group.min_version and other.group_id not in self.taken
-            for other in self.state.open_groups
-        )
+    def held(self, group: OpenGroup) -> int:
+        waiting = Counter(other.min_version for other in self.state.open_groups if other.group_id not in self.taken)
+        return held_slots(waiting, group.min_version, self.state.hold_below(), self.lim.groups_per_step)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     b=st.integers(1, 4),
     s=st.integers(0, 3),
-    steps=st.integers(1, 8),
+    steps=st.integers(1, 10),
     policy=st.sampled_from(list(Overdue)),
     fail_share=st.sampled_from([0.0, 0.3]),
     filter_share=st.sampled_from([0.0, 0.4]),
     straggler_share=st.sampled_from([0.0, 0.15]),
     engine_lag=st.integers(0, 6),
+    young_first=st.booleans(),
 )
 def test_every_run_ends_with_its_steps_trained_within_the_bounds(
     seed: int,
@@ -291,13 +311,14 @@ def test_every_run_ends_with_its_steps_trained_within_the_bounds(
     filter_share: float,
     straggler_share: float,
     engine_lag: int,
+    young_first: bool,
 ) -> None:
     """Outstanding groups, lag, returned reservations and liveness, whatever overtakes, fails or straggles.
 
     behaviour: B15, B18
     """
     lim = limits(b, s, steps, policy)
-    world = World(lim, random.Random(seed), fail_share, filter_share, straggler_share, engine_lag)
+    world = World(lim, random.Random(seed), fail_share, filter_share, straggler_share, engine_lag, young_first)
     for _ in range(200 * steps * (s + 1) + 2000):
         if world.state.finished:
             break

@@ -46,6 +46,7 @@ def test_a_restarted_engine_must_sync_before_it_serves_again() -> None:
         with pytest.raises(IllegalTransition):
             instance.move(shortcut, 10.0)
     assert walked(*STRAIGHT).restarts == 0
+    assert S.READY not in allowed(S.ACTIVE)
 
 
 def test_every_living_state_can_fail_and_final_states_end() -> None:

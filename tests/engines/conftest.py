@@ -95,21 +95,46 @@ def running_engine(model: PreTrainedModel, **options: object) -> Iterator[Driver
 
 
 class Gate:
-    """Counts out forwards of a model: each takes a permit, so a test decides how far generation gets."""
+    """Counts out forwards of an engine's model: each takes a permit, so a test decides how far generation gets."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._permits = threading.Semaphore(0)
-        model.register_forward_pre_hook(lambda *_: self._permits.acquire(timeout=30))
+    def __init__(self, model: PreTrainedModel, engine: EmbeddedEngine) -> None:
+        self._engine = engine
+        self._moved = threading.Condition()
+        self._permits = 0
+        self._entered = 0
+        model.register_forward_pre_hook(self._enter)
+
+    def _enter(self, *_: object) -> None:
+        with self._moved:
+            self._entered += 1
+            self._moved.notify_all()
+            assert self._moved.wait_for(lambda: self._permits > 0, timeout=30), "no permit for this forward"
+            self._permits -= 1
 
     def allow(self, forwards: int) -> None:
-        self._permits.release(forwards)
+        with self._moved:
+            self._permits += forwards
+            self._moved.notify_all()
+
+    def advance(self, forwards: int) -> None:
+        """Let exactly so many happen; returns when the decode thread stands before the next one."""
+        with self._moved:
+            goal = self._entered + forwards + (1 if self._entered == 0 else 0)
+            self._permits += forwards
+            self._moved.notify_all()
+            assert self._moved.wait_for(lambda: self._entered >= goal, timeout=30)
+
+    def let_commands_pass(self) -> None:
+        """One more forward if the decode thread owes somebody an answer at its next step."""
+        if self._engine._inbox:
+            self.allow(1)
 
     def step_until_done(self, work: Callable[[], T]) -> T:
-        """Run `work` beside the decode thread, granting one forward at a time until it returns."""
+        """Run `work`, which needs a step boundary, beside the decode thread."""
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(work)
             while not future.done():
-                self.allow(1)
+                self.let_commands_pass()
                 wait([future], timeout=0.01)
             return future.result()
 

@@ -12,7 +12,9 @@ from relax.types import SamplingParams
 CPU = torch.device("cpu")
 
 
-def draw(logits: torch.Tensor, params: list[SamplingParams], u: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def draw(
+    logits: torch.Tensor, params: list[SamplingParams], u: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     tokens, temperature, sampling = sample(logits, SamplingRows.build(params, logits.shape[1], CPU), u)
     return tokens.numpy(), temperature.numpy(), sampling.numpy()
 
@@ -35,7 +37,7 @@ def kept_by_hand(logits: torch.Tensor, p: SamplingParams) -> list[int]:
 def test_uniforms_are_uniform_and_uncorrelated_over_neighbouring_seeds_and_positions() -> None:
     seeds, positions = (a.ravel() for a in np.meshgrid(np.arange(300, dtype=np.uint64), np.arange(300)))
     u = uniforms(seeds, positions).reshape(300, 300)
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0 and u.max() < 1
     counts = np.histogram(u, bins=50, range=(0, 1))[0]
     assert ((counts - 1800) ** 2 / 1800).sum() < 100  # chi-square, 49 degrees of freedom
     for a, b in ((u[1:], u[:-1]), (u[:, 1:], u[:, :-1]), (u[1:, :-1], u[:-1, 1:])):
@@ -69,6 +71,7 @@ def test_negative_and_huge_seeds_are_folded() -> None:
         SamplingParams(temperature=0.8, top_p=0.6),
         SamplingParams(temperature=0.7, top_k=9, top_p=0.8),
         SamplingParams(top_p=1e-6),
+        SamplingParams(top_p=0.0),
     ],
 )
 def test_frequencies_follow_the_truncated_distribution_and_log_probs_are_its_own(params: SamplingParams) -> None:

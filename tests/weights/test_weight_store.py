@@ -111,6 +111,14 @@ def test_a_version_is_seen_only_after_its_commit(store: WeightStore) -> None:
     assert latest is not None and (latest.version, latest.step) == (1, 1)
 
 
+def test_a_commit_is_one_rename_of_the_staged_folder(store: WeightStore) -> None:
+    """behaviour: B4"""
+    staged = store.stage(v(0), 0, some_tensors(), BUCKET_BYTES)
+    inode = staged.folder.stat().st_ino
+    store.commit(staged)
+    assert (store.root / "v00000000").stat().st_ino == inode
+
+
 def test_nothing_published_is_told_apart_from_a_version(store: WeightStore) -> None:
     assert store.latest() is None
 
@@ -192,9 +200,15 @@ def test_an_error_of_the_tensor_stream_leaves_nothing_behind(store: WeightStore)
     assert visible(store.root) == []
 
 
-@pytest.mark.parametrize("tensors", [[], [("a", torch.zeros(2)), ("a", torch.zeros(2))]], ids=["none", "twice"])
-def test_an_empty_or_ambiguous_version_is_refused(store: WeightStore, tensors: list[tuple[str, Tensor]]) -> None:
-    with pytest.raises(WeightsError):
+@pytest.mark.parametrize(
+    ("tensors", "text"),
+    [([], "has no tensors"), ([("a", torch.zeros(2)), ("a", torch.zeros(2))], "'a' is given twice")],
+    ids=["none", "twice"],
+)
+def test_an_empty_or_ambiguous_version_is_refused(
+    store: WeightStore, tensors: list[tuple[str, Tensor]], text: str
+) -> None:
+    with pytest.raises(WeightsError, match=text):
         store.publish(v(0), 0, tensors, BUCKET_BYTES)
     assert visible(store.root) == []
 

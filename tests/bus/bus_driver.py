@@ -79,7 +79,9 @@ class Driver:
     def admit(self, group_id: str, seq: int, size: int = 2, **more: Any) -> PutResult:
         return self.put("manager", [self.admission(group_id, seq, size, **more)])
 
-    def sample(self, group_id: str, k: int, segment: int = 0, tokens: int = 5, value: str = "", **tags: Any) -> RowHeader:
+    def sample(
+        self, group_id: str, k: int, segment: int = 0, tokens: int = 5, value: str = "", **tags: Any
+    ) -> RowHeader:
         row_id = f"{group_id}/{k}/{segment}"
         fields = tuple((name, digest(row_id + name + value), 4 * tokens) for name in FIELDS)
         return RowHeader(row_id, group_id, fields, {"tokens": tokens, **tags})
@@ -91,7 +93,9 @@ class Driver:
     # -- leasing
 
     def lease(self, task: str, owner: str | None = None, **more: Any) -> Grant | Empty | Closed:
-        fields = {"rollout": ("prompt",), "reward": ("tokens",), "ref": ("tokens",), "actor": ("tokens", "reward")}[task]
+        fields = {"rollout": ("prompt",), "reward": ("tokens",), "ref": ("tokens",), "actor": ("tokens", "reward")}[
+            task
+        ]
         request = {"task": task, "fields": fields, "lease_id": uuid.uuid4().hex, "max_items": 1, **more}
         return self.index.lease(self.callers[owner or task], LeaseRequest(**request), self.now)
 
@@ -100,7 +104,9 @@ class Driver:
         assert isinstance(grant, Grant), grant
         return grant
 
-    def ack(self, owner: str, lease_id: str, items: tuple[str, ...] | None = None, step: int | None = None) -> AckResult:
+    def ack(
+        self, owner: str, lease_id: str, items: tuple[str, ...] | None = None, step: int | None = None
+    ) -> AckResult:
         return self.index.ack(self.callers[owner], lease_id, items, step, self.now)
 
     def release(self, owner: str, lease_id: str, reason: str = "error") -> int:

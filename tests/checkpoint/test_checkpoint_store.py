@@ -182,6 +182,37 @@ def test_an_error_of_the_writer_passes_through_and_leaves_the_last_checkpoint(st
     assert len(list(store.root.iterdir())) == 1
 
 
+def test_a_begun_checkpoint_is_seen_after_its_commit_and_never_after_an_abort(store: CheckpointStore) -> None:
+    """behaviour: B13"""
+    aborted = store.begin(1)
+    writer()(aborted)
+    store.abort(aborted)
+    begun = store.begin(2)
+    writer()(begun)
+    assert store.latest() is None
+    assert store.commit(2, begun, META) == store.latest()
+    assert len(list(store.root.iterdir())) == 1
+
+
+def test_a_manifest_that_cannot_be_renamed_leaves_no_folder(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """behaviour: B13"""
+    store.save(1, writer(), META)
+    rename = Path.rename
+
+    def fails_for_the_manifest(path: Path, target: Path) -> Path:
+        if path.name.startswith("manifest"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", fails_for_the_manifest)
+    with pytest.raises(NoSpace):
+        store.save(2, writer(), META)
+    assert newest_step(store) == 1
+    assert len(list(store.root.iterdir())) == 1
+
+
 def test_too_little_space_is_found_before_the_writer_runs(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

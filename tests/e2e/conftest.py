@@ -1,0 +1,59 @@
+"""One private Ray for the whole package; each test deploys its own run on it and takes it down again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from e2e_support import EASY, TINY, Finished, Runner
+from rich.console import Console
+
+from relax.cli.cluster import PrivateRay
+from relax.cli.run import ControlClient, deploy_and_watch, prepare_run_dir
+from relax.config.file import load_run_file
+
+
+@pytest.fixture(scope="package")
+def ray_cluster() -> Iterator[PrivateRay]:
+    ray = PrivateRay.start()
+    yield ray
+    tree = psutil.Process(ray.process.pid).children(recursive=True)
+    ray.stop()
+    assert [process.pid for process in tree if process.is_running()] == []
+    assert not ray.folder.exists()
+
+
+@pytest.fixture
+def run(ray_cluster: PrivateRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+    """run(*overrides, during=f): f(status) is called at each poll while the run lasts."""
+
+    def start(*overrides: str, during: Callable[[dict[str, Any]], None] | None = None) -> Finished:
+        folder = tmp_path / "run"
+        settings = [*EASY, f"run.run_dir={folder}", "controller.expect={}", *overrides]
+        file = load_run_file(TINY, settings)
+        prepare_run_dir(folder, overwrite=True)
+        seen: list[dict[str, Any]] = []
+        real_status = ControlClient.status
+
+        def status(self: ControlClient, deadline_s: float = 10.0) -> dict[str, Any] | None:
+            answer = real_status(self, deadline_s)
+            if answer is not None:
+                seen.append(answer)
+                if during is not None:
+                    during(answer)
+            return answer
+
+        monkeypatch.setattr(ControlClient, "status", status)
+        outcome = deploy_and_watch(
+            file,
+            folder,
+            dashboard_url=ray_cluster.dashboard.url,
+            token=ray_cluster.dashboard.token,
+            console=Console(quiet=True),
+        )
+        return Finished(outcome, folder, seen)
+
+    return start
