@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import os
@@ -28,8 +29,9 @@ SPEC_FILE = "relax_model.json"
 MAX_POSITIONS = 512
 """max_position_embeddings of `tiny_char`."""
 
-INIT_STD = 0.02
-"""Standard deviation of the random weights; norm weights are 1."""
+ROPE_THETA = 100.0
+"""Base of the rotary positions of `tiny_char`: its texts have a few dozen characters, so wavelengths of that order
+tell them apart. With the usual 10^4 and more it cannot learn to reverse."""
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 """Ids 0, 1 and 2 of `tiny_char`; the alphabet follows in its order."""
@@ -140,7 +142,8 @@ def _build_tiny(spec: dict[str, Json], folder: Path) -> None:
         num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
         head_dim=hidden // heads,
         max_position_embeddings=MAX_POSITIONS,
-        initializer_range=INIT_STD,
+        initializer_range=hidden**-0.5,
+        **_rope(),
         tie_word_embeddings=True,
         pad_token_id=pad,
         bos_token_id=bos,
@@ -148,21 +151,28 @@ def _build_tiny(spec: dict[str, Json], folder: Path) -> None:
     )
     with torch.random.fork_rng(devices=[]):
         model = Qwen3ForCausalLM(config).float()
-    _fill(model, spec["seed"])
+    _fill(model, spec["seed"], hidden**-0.5)
     model.save_pretrained(folder)
     _write_char_tokenizer(vocabulary, folder)
     (folder / SPEC_FILE).write_text(json.dumps(spec, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _fill(model: torch.nn.Module, seed: int) -> None:
-    """Own initialisation: the library's differs between its versions, the content may not."""
+def _rope() -> dict[str, Any]:
+    """The keyword of the rotary base in this transformers: 5.x has `rope_parameters`, 4.x `rope_theta`."""
+    if "rope_parameters" in inspect.signature(Qwen3Config.__init__).parameters:
+        return {"rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA}}
+    return {"rope_theta": ROPE_THETA}
+
+
+def _fill(model: torch.nn.Module, seed: int, std: float) -> None:
+    """Own initialisation: the library's differs between its versions, the content may not. Norm weights are 1."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):
             if weight.ndim == 1:
                 weight.fill_(1.0)
             else:
-                weight.normal_(0.0, INIT_STD, generator=generator)
+                weight.normal_(0.0, std, generator=generator)
 
 
 def _write_char_tokenizer(vocabulary: dict[str, int], folder: Path) -> None:

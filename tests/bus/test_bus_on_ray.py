@@ -124,7 +124,7 @@ async def test_an_expired_lease_is_redelivered_to_a_waiting_consumer(
     request = LeaseRequest("rollout", ("prompt",), ttl_s=0.5)
     first = await client.lease(request, wait_s=30)
     assert isinstance(first, Lease)
-    second = await client.lease(request, wait_s=30)
+    second = await asyncio.wait_for(client.lease(request, wait_s=60), 30)
     assert isinstance(second, Lease)
     assert second.groups[0].group_id == name
     with pytest.raises(LeaseLost):

@@ -238,7 +238,7 @@ def test_non_finite_logits_fail_the_request_and_a_good_update_heals_the_engine(k
     with kit.engine(kit.model()) as driver:
         driver.adopt(bad, 1)
         with pytest.raises(EngineError, match="non-finite logits at policy version 1"):
-            driver.run([[1, 2]], [SamplingParams()])
+            driver.run([[1, 2]], [SamplingParams(ignore_eos=True)])
         assert driver.engine.status().generated_tokens == 1
         assert driver.engine.healthy()
         driver.adopt(good, 2)

@@ -13,7 +13,7 @@ import torch
 from relax.config.run import Fault
 from relax.engines.base import EngineError
 from relax.engines.embedded import PauseMode
-from relax.types import NO_VERSION, PolicyVersion, SamplingParams
+from relax.types import NO_VERSION, FinishReason, PolicyVersion, SamplingParams
 from relax.weights.digest import tensors_digest
 from relax.weights.store import WeightStore
 
@@ -75,13 +75,16 @@ def test_retract_recomputes_the_cache_so_that_later_tokens_match_the_new_weights
     with kit.engine(model) as driver:
         driver.adopt(old, 0)
         gate = kit.gate(model, driver.engine)
-        result = driver.start([driver.request([1, 2, 3], LONG), driver.request([4], LONG, "other")])
+        prompts = {"gone": [9, 8], "one": [1, 2, 3], "two": [4]}
+        result = driver.start([driver.request(ids, LONG, name) for name, ids in prompts.items()])
         gate.advance(10)
         gate.step_until_done(lambda: driver.engine.pause(PauseMode.RETRACT, 30))
+        driver.engine.abort("gone")  # so that the others come back to other slots
         driver.adopt(new, 1)
         gate.allow(1000)
         driver.engine.resume(30)
-        outputs = result()
+        gone, *outputs = result()
+    assert gone.finish is FinishReason.ABORT and len(gone.output_ids) >= 10
     for prompt, output in zip([[1, 2, 3], [4]], outputs, strict=True):
         cut = int((output.versions == 0).sum())
         assert 10 <= cut < 120 and output.versions.tolist() == [0] * cut + [1] * (120 - cut)
