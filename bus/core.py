@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 
 from bus.codec import EncodedField, encode_field, pack, unpack
 from bus.engine import error_named
-from bus.errors import BusError, BusFull, BusTimeout, BusUnavailable, PutLost
+from bus.errors import BusError, BusFull, BusTimeout, BusUnavailable, CorruptRow, PutLost
 from bus.records import (
     PROMPTS,
     SAMPLES,
@@ -59,6 +59,7 @@ class Core:
         self.caller = caller
         self.rpc_timeout_s = config.rpc_timeout_s
         self._kept: dict[str, asyncio.Task[None]] = {}
+        self._farewells: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def connect(cls, address: BusAddress, owner: str, role: str, config: BusConfig, deadline_s: float) -> Core:
@@ -91,6 +92,8 @@ class Core:
     async def close(self) -> None:
         for lease_id in list(self._kept):
             self._unkeep(lease_id)
+        if self._farewells:
+            await asyncio.wait(self._farewells, timeout=self.rpc_timeout_s)
         await asyncio.to_thread(self._store.close)
 
     # -- writing -----------------------------------------------------------------------------
@@ -177,18 +180,33 @@ class Core:
     async def lease(self, request: LeaseRequest, wait_s: float, keep: bool) -> Lease | Empty | Closed:
         if not request.lease_id:
             request = replace(request, lease_id=uuid.uuid4().hex)
-        reply = await self.call("lease", request, wait_s, more_s=wait_s)
-        if not isinstance(reply, Grant):
-            assert isinstance(reply, (Empty, Closed))
-            return reply
-        if keep:
-            self._keep(reply.lease_id, reply.ttl_s)
         try:
+            reply = await self.call("lease", request, wait_s, more_s=wait_s)
+            if not isinstance(reply, Grant):
+                assert isinstance(reply, (Empty, Closed))
+                return reply
+            if keep:
+                self._keep(reply.lease_id, reply.ttl_s)
             rows = await self._read(reply)
-        except BaseException:
-            await self.give_up(reply.lease_id, "unreadable")
+        except CorruptRow:
+            await self.give_up(request.lease_id, "corrupt")
+            raise
+        except (asyncio.CancelledError, BusTimeout, BusUnavailable):
+            self._withdraw(request.lease_id)
             raise
         return Lease(reply.lease_id, reply.task, reply.ttl_s, rows, reply.groups)
+
+    def _withdraw(self, lease_id: str) -> None:
+        """Tell the engine that nobody waits for this lease, without making the caller wait for that."""
+
+        async def tell() -> None:
+            with contextlib.suppress(BusError):
+                await self.call("withdraw", lease_id)
+
+        self._unkeep(lease_id)
+        task = asyncio.get_running_loop().create_task(tell())
+        self._farewells.add(task)
+        task.add_done_callback(self._farewells.discard)
 
     async def ack(self, lease_id: str, row_ids: Sequence[str] | None, tags: Tags | None) -> AckResult:
         step = (tags or {}).get("step")

@@ -31,6 +31,7 @@ from bus.errors import BusError, BusUnavailable, StaleEpoch
 from bus.index import Index, Limits
 from bus.index.state import Garbage
 from bus.records import (
+    DRAIN,
     AckResult,
     BusStats,
     Caller,
@@ -97,6 +98,7 @@ class BusEngine(_Controller):  # type: ignore[misc]
         self.epoch = uuid.uuid4().hex
         self._index = Index(limits, self.epoch)
         self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+        self._waiting_for: dict[str, asyncio.Task[Any] | None] = {}
         self._quarantine: deque[tuple[float, str, list[int]]] = deque()
         self._empty_partitions: set[str] = set()
         self._sweeping: asyncio.Task[None] | None = None
@@ -144,7 +146,20 @@ class BusEngine(_Controller):  # type: ignore[misc]
         return self._call(caller, lambda now: self._index.tombstone(caller, group_id, k, reason, lease_id, now))
 
     async def lease(self, caller: Caller, request: LeaseRequest, wait_s: float) -> Grant | Empty | Closed | BusError:
-        return await self._poll(request.task, wait_s, caller, lambda now: self._index.lease(caller, request, now))
+        self._waiting_for[request.lease_id] = asyncio.current_task()
+        try:
+            return await self._poll(request.task, wait_s, caller, lambda now: self._index.lease(caller, request, now))
+        finally:
+            self._waiting_for.pop(request.lease_id, None)
+
+    async def withdraw(self, caller: Caller, lease_id: str) -> int | BusError:
+        """The caller no longer waits for this lease: end its call, and return what it may have got."""
+        waiting = self._waiting_for.get(lease_id)
+        if waiting is not None:
+            waiting.cancel()
+        if not self._index.is_leased(lease_id):
+            return 0
+        return self._call(caller, lambda now: self._index.release(caller, lease_id, None, DRAIN, now))
 
     async def extend(self, caller: Caller, lease_id: str) -> float | BusError:
         return self._call(caller, lambda now: self._index.extend(caller, lease_id, now))

@@ -97,7 +97,7 @@ def create_bus(
     except GetTimeoutError as error:
         _kill(made)
         raise BusTimeout(f"the bus of run {run_id} did not start within {deadline_s} s") from error
-    except (RayError, ValueError) as error:
+    except RayError as error:
         _kill(made)
         raise BusUnavailable(f"the bus of run {run_id} cannot start: {error}") from error
     return address

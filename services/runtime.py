@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
 
 from relax.config.run import RunConfig
 from relax.types import RelaxError
@@ -45,11 +46,17 @@ def limit_threads(run: RunConfig) -> None:
     torch.set_num_threads(run.threads)
 
 
+_handles: dict[str, DeploymentHandle] = {}
+"""Handles follow replicas that come and go; to look one up costs a round trip to Serve's controller."""
+
+
 async def call(app: str, method: str, *args: Any, deadline_s: float = CALL_DEADLINE_S) -> Any:
     """One call to the ingress deployment of an application. Raises `ServiceUnavailable` past the deadline."""
 
     async def once() -> Any:
-        return await getattr(serve.get_app_handle(app), method).remote(*args)
+        if app not in _handles:
+            _handles[app] = serve.get_app_handle(app)
+        return await getattr(_handles[app], method).remote(*args)
 
     try:
         return await asyncio.wait_for(once(), deadline_s)

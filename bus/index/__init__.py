@@ -112,6 +112,9 @@ class Index:
         self._enter(caller, now)
         return self._leases.lease(caller, request, now)
 
+    def is_leased(self, lease_id: str) -> bool:
+        return lease_id in self.state.leases
+
     def extend(self, caller: Caller, lease_id: str, now: float) -> float:
         self._enter(caller, now)
         return self._leases.extend(caller, lease_id, now)

@@ -21,7 +21,7 @@ from relax.cli.live import one_line, view
 from relax.config.file import ConfigError, RunFile
 
 FINAL = ("finished", "failed", "stopped")
-POLL_S = 0.5
+POLL_S = 1.0
 STOP_DEADLINE_S = 30.0
 
 
@@ -168,7 +168,9 @@ def watch(control: ControlClient, dashboard: Dashboard, file: RunFile, console: 
                     return Outcome(
                         status["state"], status.get("reason"), status.get("summary"), status.get("violations", [])
                     )
-            failed = _deploy_failures(dashboard)
+            # Serve's own status is costly, and only says more while services come up.
+            coming_up = status is None or status["state"] == "starting"
+            failed = _deploy_failures(dashboard) if coming_up else None
             if failed:
                 return Outcome("failed", failed, None, [])
             if status is None and time.monotonic() > deadline:

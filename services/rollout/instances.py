@@ -24,7 +24,8 @@ from services.runtime import RoleReporter, ServiceUnavailable, call
 
 logger = logging.getLogger("ray.serve")
 
-POLL_S = 0.5
+STARTING_POLL_S, SETTLED_POLL_S = 0.5, 3.0
+"""Serve's status is costly to ask for; once all instances serve, changes are rare."""
 STATUS_DEADLINE_S = 5.0
 DRAIN_S = 30.0
 
@@ -50,7 +51,8 @@ class InstancePool:
             self._move(name, InstanceState.CREATING)
         while not self.reporter.stopped.is_set():
             await self._observe_all()
-            await asyncio.sleep(POLL_S)
+            settled = all(i.serving or i.state in FINAL for i in self.instances.values())
+            await asyncio.sleep(SETTLED_POLL_S if settled else STARTING_POLL_S)
 
     @staticmethod
     def _existing() -> set[str]:

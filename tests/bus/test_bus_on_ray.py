@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,13 @@ def inside(address: BusAddress, name: str, look: Any) -> Any:
     """Call `look(actor)` within the process of one actor of the bus."""
     actor = ray.get_actor(name, namespace=address.namespace)
     return ray.get(actor.__ray_call__.remote(look), timeout=20)
+
+
+def kill(address: BusAddress, name: str) -> None:
+    """SIGKILL one actor's process and wait until it is gone."""
+    process = psutil.Process(inside(address, name, lambda actor: os.getpid()))
+    process.kill()
+    process.wait(20)
 
 
 def rows_held(address: BusAddress) -> int:
@@ -147,6 +155,42 @@ async def test_a_leased_block_keeps_acknowledges_and_releases(bus_address: BusAd
         await client.put([sample(name, k) for k in (0, 1)], lease_id=lease.lease_id, deadline_s=30)
     with pytest.raises(LeaseLost):
         await client.extend(lease.lease_id)
+    await client.drop(name, "test over")
+    await client.close()
+
+
+@pytest.mark.parametrize("when", ["waiting", "reading"])
+async def test_a_cancelled_lease_call_takes_no_work_with_it(
+    bus_address: BusAddress, bus_config: BusConfig, when: str
+) -> None:
+    client = await connect(bus_address, bus_config, "all")
+    name = unique("s")
+    if when == "reading":
+        await client.admit([group(name, 0)], 30)
+    read = client._core._store.read
+    reading = threading.Event()
+
+    async def endless(columns: tuple[str, ...], slots: list[int]) -> dict[tuple[int, str], Any]:
+        reading.set()
+        await asyncio.Event().wait()
+        return {}
+
+    client._core._store.read = endless
+    request = LeaseRequest("rollout", ("prompt",), lease_id=uuid.uuid4().hex)
+    call = asyncio.create_task(client.lease(request, wait_s=60))
+    if when == "reading":
+        assert await asyncio.to_thread(reading.wait, 30)
+    else:
+        while request.lease_id not in inside(bus_address, bus_address.engine, lambda engine: [*engine._waiting_for]):
+            await asyncio.sleep(0.05)
+    call.cancel()
+    await asyncio.wait([call])
+    client._core._store.read = read
+    if when == "waiting":
+        await client.admit([group(name, 0)], 30)
+    lease = await client.lease(LeaseRequest("rollout", ("prompt",)), wait_s=10)
+    assert isinstance(lease, Lease), "sooner than the time to live of the lost lease"
+    assert lease.groups[0].group_id == name
     await client.drop(name, "test over")
     await client.close()
 
@@ -251,13 +295,13 @@ async def test_calls_fail_with_a_typed_error_when_a_process_of_the_bus_dies(
     await client.admit([group("s:0:0", 0)], 30)
     lease = await client.lease(LeaseRequest("rollout", ("prompt",)), wait_s=30)
     assert isinstance(lease, Lease)
-    ray.kill(ray.get_actor(own_bus.stores[0], namespace=own_bus.namespace))
+    await asyncio.to_thread(kill, own_bus, own_bus.stores[0])
     with pytest.raises(gone):
         await client.admit([group("s:0:1", 1)], 1.0)
     with pytest.raises(gone):
         await asyncio.to_thread(ping, own_bus, 5.0)
     waiting = asyncio.create_task(client.lease(LeaseRequest("reward", ("tokens",)), wait_s=60))
-    ray.kill(ray.get_actor(own_bus.engine, namespace=own_bus.namespace))
+    await asyncio.to_thread(kill, own_bus, own_bus.engine)
     with pytest.raises(BusUnavailable):
         await asyncio.wait_for(waiting, 30)
     with pytest.raises(gone):
