@@ -52,7 +52,8 @@ FIRST_WORKER_PORT, LAST_WORKER_PORT = 10_000, 32_000
 
 def worker_port_block() -> int:
     """First port of a block in which nothing listens; where the search begins differs by process."""
-    taken = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN}
+    listening = (c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+    taken = {address.port for address in listening if address}
     blocks = (LAST_WORKER_PORT - FIRST_WORKER_PORT) // WORKER_PORTS
     for offset in range(blocks):
         low = FIRST_WORKER_PORT + (os.getpid() + offset) % blocks * WORKER_PORTS

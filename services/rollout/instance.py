@@ -211,7 +211,7 @@ class RolloutInstance:
                 task="rollout", fields=("prompt",), max_items=max(1, free // group_size), version=self.version
             )
             begin = time.monotonic()
-            answer = await self.bus.lease(request, wait_s=LONG_POLL_S, keep=True)
+            answer = await self._lease(request)
             if not self.running_samples:
                 self.reporter.time_split.add("wait_data_s", time.monotonic() - begin)
             if isinstance(answer, Closed):
@@ -219,6 +219,20 @@ class RolloutInstance:
                 return
             if not isinstance(answer, Empty):
                 self._start(answer)
+
+    async def _lease(self, request: LeaseRequest) -> Lease | Empty | Closed:
+        """Long poll, cut short by an adoption: what the old version may not lease, the new one may."""
+        self.adopted.clear()
+        poll = asyncio.ensure_future(self.bus.lease(request, wait_s=LONG_POLL_S, keep=True))
+        adoption = asyncio.ensure_future(self.adopted.wait())
+        try:
+            await asyncio.wait({poll, adoption}, return_when=asyncio.FIRST_COMPLETED)
+            if poll.done():
+                return poll.result()
+            return Empty("version")
+        finally:
+            adoption.cancel()
+            poll.cancel()  # a cancelled poll hands back what it was about to get
 
     def _start(self, lease: Lease) -> None:
         samples = sum(len(group.missing) for group in lease.groups)
