@@ -159,8 +159,8 @@ class LeaseRequest:
 
     rollout: `rows_per_member` and `bytes_per_member` override the worst case that is reserved.
     actor: `max_rows` bounds the rows (one group is always taken); `max_token_lag` bounds the lag
-    of a group's oldest token; `slots_left` and `hold_below` are the overdue rule: groups with
-    min_version <= hold_below keep their place among the `slots_left` groups still wanted.
+    of a group's oldest token; `slots_left`, `hold_below` and `groups_per_step` are the overdue rule
+    (bus.index.overdue): old groups keep their place among the `slots_left` groups still wanted.
     """
 
     task: str
@@ -177,6 +177,7 @@ class LeaseRequest:
     max_token_lag: int | None = None
     slots_left: int | None = None
     hold_below: PolicyVersion | None = None
+    groups_per_step: int | None = None
 
 
 class BlobRef(NamedTuple):

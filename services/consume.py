@@ -38,7 +38,6 @@ async def consume(
         with reporter.time_split.book("wait_data_s"):
             lease = await bus.lease(request, wait_s=LONG_POLL_S, keep=True)
         if isinstance(lease, Closed):
-            reporter.state, reporter.waiting_for = "done", ""
             return
         if isinstance(lease, Empty):
             continue

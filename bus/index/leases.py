@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from bus.errors import BusError, Fenced, GroupTooLarge, IncompleteGroup, LeaseLost
 from bus.index.groups import Groups
+from bus.index.overdue import held_slots
 from bus.index.state import TRAINED, Group, LeaseState, Row, State
 from bus.index.tasks import TaskQueues, task_named
 from bus.records import (
@@ -147,10 +148,8 @@ class Leases:
         return self._s.lag(version, group.oldest_version()) > request.max_token_lag
 
     def _held_for_overdue(self, group: Group, request: LeaseRequest) -> int:
-        """Slots that this group must leave to overdue ones: none, if it is overdue itself."""
-        if request.hold_below is None or group.spec.min_version <= request.hold_below:
-            return 0
-        return sum(n for version, n in self._s.waiting_by_version.items() if version <= request.hold_below)
+        per_step = request.groups_per_step or request.max_items
+        return held_slots(self._s.waiting_by_version, group.spec.min_version, request.hold_below, per_step)
 
     def _hold(self, lease: LeaseState, group: Group, item: str, delivery: int) -> None:
         lease.items[item] = None

@@ -9,7 +9,7 @@ its admission, and no engine older than that generates it, so the lag of its tok
 of versions published since. Why the lag then keeps its bound:
 
 - `wait`: the trainer leaves slots of its step to older groups where they would else be late
-  (`held_slots`): earliest deadline first. A group has at most (S + 1) x B groups, itself included, that are
+  (`bus.index.overdue`): earliest deadline first. A group has at most (S + 1) x B groups, itself included, that are
   due no later, and S + 1 steps for them.
 - `drop`: a group not complete when it can no longer be trained in time is dropped; a complete one is
   trained while the lag of its oldest token is within the bound, else dropped as stale.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from relax.config.run import Overdue, RunConfig
@@ -97,31 +97,6 @@ def hold_below(version: PolicyVersion, max_staleness: int, policy: Overdue) -> P
     None: no group has to; only `wait` holds a step.
     """
     return PolicyVersion(version - max_staleness) if policy is Overdue.WAIT else None
-
-
-def held_slots(
-    waiting: Mapping[PolicyVersion, int],
-    min_version: PolicyVersion,
-    hold: PolicyVersion | None,
-    groups_per_step: int,
-) -> int:
-    """Slots of the present step that a group of `min_version` must leave to older ones.
-
-    The trainer takes it only if more slots than that are left. waiting: groups neither taken by the trainer
-    nor terminal, by their `min_version`; hold: of `hold_below`. Those at or below `hold` are due in this
-    step, those above it one step later for each version, and a step trains `groups_per_step`. At S >= 2 it
-    does not suffice to look at `hold` alone: when young groups take this step, more old ones than one step
-    can train may become due together.
-    """
-    if hold is None:
-        return 0
-    older, held = 0, 0
-    for version in sorted(waiting):
-        if version >= min_version:
-            break
-        older += waiting[version]
-        held = max(held, older - max(0, version - hold) * groups_per_step)
-    return held
 
 
 def trainable_lag(oldest_token: PolicyVersion, version: PolicyVersion, limits: Limits) -> bool:

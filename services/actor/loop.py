@@ -181,6 +181,7 @@ class TrainingLoop:
             version=self.version,
             max_token_lag=run.token_lag_bound,
             slots_left=slots_left,
+            groups_per_step=run.groups_per_step,
             hold_below=hold_below(self.version, run.max_staleness, run.overdue_policy),
         )
         self.reporter.waiting_for = f"{slots_left} complete groups"

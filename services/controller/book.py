@@ -107,10 +107,10 @@ class RunBook:
         return [role for role in self.expected_roles() if states.get(role, "starting") == "starting"]
 
     def all_done(self) -> bool:
-        """The trainer has committed its last step and the manager has settled the last group."""
+        """The last step is committed, the last group settled, the last sample scored and reported."""
         return all(
             (account := self.replicas.get(role)) is not None and account.beat.state == "done"
-            for role in (names.ACTOR, names.ROLLOUT)
+            for role in (names.ACTOR, names.ROLLOUT, names.REWARD)
         )
 
     def restarts(self) -> int:

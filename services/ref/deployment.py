@@ -63,6 +63,7 @@ class Ref:
             purposes=(Purpose.TRAIN,),
         )
         await consume(self.bus, request, self.reporter, self._score)
+        self.reporter.state, self.reporter.waiting_for = "done", ""
 
     async def _load(self) -> ReferenceModel:
         """The configured folder, or else policy version 0 as DCS keeps it in the run folder."""

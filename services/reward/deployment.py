@@ -48,6 +48,7 @@ class Reward:
         self.pool = RewardPool(args.reward, max_response_tokens=args.run.max_response_tokens, base=Path.cwd())
         await self.pool.start()
         self.failures = FailureWindow()
+        self._reporting: asyncio.Task[None] | None = None
         self.bus = await BusClient.connect(
             info.bus, owner=self.reporter.owner, role=names.REWARD, config=args.run.bus, deadline_s=60.0
         )
@@ -72,6 +73,9 @@ class Reward:
     async def _loop(self) -> None:
         request = LeaseRequest(task="reward", fields=FIELDS, max_items=ROWS_PER_LEASE, produces=PRODUCES)
         await consume(self.bus, request, self.reporter, self._score_lease)
+        if self._reporting is not None:
+            await self._reporting
+        self.reporter.state, self.reporter.waiting_for = "done", ""
 
     async def _score_lease(self, lease: Lease) -> None:
         texts = [self.tokenizer.decode(row.array("tokens")[row.array("loss_mask")]) for row in lease.rows]
@@ -91,8 +95,10 @@ class Reward:
             self._sample(row, text, prompt, result)
             for row, text, prompt, result in zip(lease.rows, texts, prompts, results, strict=True)
         ]
-        await call(names.CONTROLLER, "report_samples", samples)
         self._watch_failures(results)
+        if self._reporting is not None:
+            await self._reporting  # in order, and never more than one behind
+        self._reporting = asyncio.create_task(call(names.CONTROLLER, "report_samples", samples))
 
     async def _store(self, lease: Lease, results: list[RewardResult]) -> None:
         """A number becomes fields; a failure under `exclude` ends the member with its reason (B20)."""

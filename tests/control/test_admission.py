@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bus.index.overdue import held_slots
 from relax.config.run import Overdue, RunConfig
 from relax.control.admission import (
     AdmissionRefused,
@@ -18,7 +19,6 @@ from relax.control.admission import (
     Limits,
     OpenGroup,
     due_drops,
-    held_slots,
     hold_below,
     overdue_groups,
     trainable_lag,
