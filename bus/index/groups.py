@@ -151,7 +151,7 @@ class Groups:
             self._s.incomplete.discard(group_id)
             self._s.woken.add("reward")
             self.emit(EventKind.COMPLETE, group, members=self._report(group))
-        self._queues.offer_group(group)
+        self._queues.offer_to_train(group)
 
     def _report(self, group: Group) -> tuple[MemberReport, ...]:
         reports = []

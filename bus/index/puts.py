@@ -198,8 +198,11 @@ class Puts:
                 raise
         stored = 0
         refused_before = len(plan.refused)
+        touched: dict[str, Group] = {}
         for planned in plan.rows:
-            stored += self._admit(planned, plan, now) if planned.admission else self._show(planned, plan)
+            stored += self._admit(planned, plan, now) if planned.admission else self._show(planned, plan, touched)
+        for group in touched.values():  # once for each group, not for each of its rows
+            self._groups.refresh(group)
         self._count_refusals(plan, refused_before)
         self._s.counters["puts"] += 1
         return PutResult(stored, plan.repeated, tuple(plan.refused))
@@ -219,7 +222,7 @@ class Puts:
         self._groups.open(spec, row, now)
         return 1
 
-    def _show(self, planned: PlannedFields, plan: Plan) -> int:
+    def _show(self, planned: PlannedFields, plan: Plan, touched: dict[str, Group]) -> int:
         row = planned.row
         group = self._s.groups.get(row.group_id)
         if group is None or group.fate is not None or group.members[row.k].tombstone is not None:
@@ -233,7 +236,7 @@ class Puts:
         self._groups.charge(group, row, sum(size for _, _, size in fresh), first)
         self._groups.produced(group, group.members[row.k])
         self._queues.offer_row(row)
-        self._groups.refresh(group)
+        touched[row.group_id] = group
         return len(fresh)
 
     def _store(self, planned: PlannedFields, fields: tuple[tuple[str, bytes, int], ...], column: str) -> None:

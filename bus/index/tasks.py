@@ -114,14 +114,14 @@ class TaskQueues:
             self._s.woken.add("rollout")
         for row in group.sample_rows():
             self.offer_row(row)
-        self._offer_to_train(group)
+        self.offer_to_train(group)
 
     def offer_row(self, row: Row) -> None:
         for name, queue in self.rows.items():
             if queue.ready.offer(row):
                 self._s.woken.add(name)
 
-    def _offer_to_train(self, group: Group) -> None:
+    def offer_to_train(self, group: Group) -> None:
         if self.groups is not None and self.groups.offer(group):
             self._s.woken.add("actor")
 

@@ -244,12 +244,12 @@ class RolloutInstance:
     async def _run_lease(self, lease: Lease, samples: int) -> None:
         begin = time.monotonic()
         left = samples
-        prompts = {row.group_id: row for row in lease.rows}
+        prompts = {row.group_id: self._prompt(row) for row in lease.rows}
 
-        async def member(group: GroupInfo, row: Row, k: int) -> None:
+        async def member(group: GroupInfo, k: int) -> None:
             nonlocal left
             try:
-                await self._sample(lease.lease_id, group, row, k)
+                await self._sample(lease.lease_id, group, self._item(group, *prompts[group.group_id], k))
             finally:
                 left -= 1
                 self.running_samples -= 1
@@ -257,9 +257,7 @@ class RolloutInstance:
 
         try:
             async with holding(self.bus, lease):
-                await asyncio.gather(
-                    *(member(group, prompts[group.group_id], k) for group in lease.groups for k in group.missing)
-                )
+                await asyncio.gather(*(member(group, k) for group in lease.groups for k in group.missing))
         except LeaseLost:
             self.reporter.count("leases_lost")
         except Exception as error:  # the supervisor border of this lease: the replica is told unhealthy
@@ -272,8 +270,8 @@ class RolloutInstance:
                 "work_s", (time.monotonic() - begin) * samples / self.args.rollout.engine.slots
             )
 
-    async def _sample(self, lease_id: str, group: GroupInfo, row: Row, k: int) -> None:
-        item = self._item(group, row, k)
+    async def _sample(self, lease_id: str, group: GroupInfo, item: DataItem) -> None:
+        k = item.sample_index
         outcome = await run_with_retries(
             self.worker, item, self.args.rollout.sample_retries, max_tokens=self.args.run.max_tokens
         )
@@ -286,8 +284,12 @@ class RolloutInstance:
         self.reporter.count("samples")
         self.reporter.count("tokens", float(outcome.loss_mask.sum()))
 
-    def _item(self, group: GroupInfo, row: Row, k: int) -> DataItem:
+    def _prompt(self, row: Row) -> tuple[Prompt, tuple[int, ...]]:
+        """The prompt and its tokens, once for all samples of the group."""
         prompt = Prompt.from_json(row.json("prompt"))
+        return prompt, tuple(self.tokenizer.render(prompt))
+
+    def _item(self, group: GroupInfo, prompt: Prompt, tokens: tuple[int, ...], k: int) -> DataItem:
         run, rollout = self.args.run, self.args.rollout
         seed = sample_seed(run.seed, make_sample_id(prompt.group_id, k))
         if group.purpose == Purpose.EVAL:
@@ -296,7 +298,7 @@ class RolloutInstance:
             )
         else:
             sampling = rollout.sampling.to_params(run.max_response_tokens, seed)
-        return DataItem(prompt, k, group.group_size, tuple(self.tokenizer.render(prompt)), sampling)
+        return DataItem(prompt, k, group.group_size, tokens, sampling)
 
     def _row(self, group: GroupInfo, k: int, trajectory: Trajectory) -> RowPut:
         return RowPut(

@@ -72,9 +72,14 @@ class InstancePool:
         )
 
     async def _observe_all(self) -> None:
-        statuses = await asyncio.to_thread(lambda: serve.status().applications)
+        """Ask each instance; ask Serve about those that are not serving, or did not answer."""
         living = [name for name, instance in self.instances.items() if instance.state not in FINAL]
-        await asyncio.gather(*(self._observe(name, statuses[name].status) for name in living if name in statuses))
+        serving = [name for name in living if self.instances[name].serving]
+        answered = await asyncio.gather(*(self._ask(name) for name in serving))
+        silent = set(living) - {name for name, answer in zip(serving, answered, strict=True) if answer}
+        if silent:
+            statuses = await asyncio.to_thread(lambda: serve.status().applications)
+            await asyncio.gather(*(self._observe(name, statuses[name].status) for name in silent if name in statuses))
         self.reporter.facts["instances"] = {
             name: {"state": instance.state.value, "reason": instance.reason, "restarts": instance.restarts}
             for name, instance in self.instances.items()
@@ -96,13 +101,13 @@ class InstancePool:
         if late is not None:
             await self._fail(name, late)
 
-    async def _ask(self, name: str) -> None:
-        """Follow the instance's own word about itself."""
+    async def _ask(self, name: str) -> bool:
+        """Follow the instance's own word about itself. False if it has none."""
         try:
             status: InstanceStatus = await call(name, "status", deadline_s=STATUS_DEADLINE_S)
         except (ServiceUnavailable, RayServeException) as error:
             logger.debug("%s: %s", name, error)
-            return
+            return False
         before = self._statuses.get(name)
         self._statuses[name] = status
         if before is not None and before.replica_id != status.replica_id:
@@ -113,6 +118,7 @@ class InstancePool:
             self._move(name, InstanceState.READY)
         if status.running_samples and self.instances[name].state is InstanceState.READY:
             self._move(name, InstanceState.ACTIVE)
+        return True
 
     async def _fail(self, name: str, reason: str) -> None:
         """Nothing half-made stays behind."""
