@@ -102,9 +102,14 @@ class RunBook:
         return None
 
     def missing(self) -> list[str]:
-        """Roles that have not come up: silent so far, or still starting."""
+        """What has not come up: roles that are silent or still starting, and an instance that holds weights."""
         states = {account.beat.role: account.beat.state for account in self.replicas.values()}
-        return [role for role in self.expected_roles() if states.get(role, "starting") == "starting"]
+        missing = [role for role in self.expected_roles() if states.get(role, "starting") == "starting"]
+        instances = [account.beat for account in self.replicas.values() if account.beat.role == "instance"]
+        if not any("version" in beat.facts for beat in instances):
+            errors = {str(beat.facts["adoption_error"]) for beat in instances if "adoption_error" in beat.facts}
+            missing.append("a rollout instance with weights" + "".join(f" ({error})" for error in sorted(errors)))
+        return missing
 
     def all_done(self) -> bool:
         """The last step is committed, the last group settled, the last sample scored and reported."""

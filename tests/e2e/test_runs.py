@@ -30,14 +30,16 @@ def test_a_run_learns_and_accounts_for_every_sample(run: Runner) -> None:
     assert all(line["version_lag_max"] <= 4 and line["logprob_gap_max"] <= 1e-4 for line in metrics)
     last = [s["reward"] for s in samples[-128:]]
     assert sum(last) / len(last) >= 0.9
-    for status in done.seen:
-        bus = status["bus"]
+    snapshots = [status["bus"] for status in done.seen if status["bus"]]
+    assert len(snapshots) > 10
+    for bus in snapshots:
         assert bus["produced"] == bus["trained"] + bus["dropped"] + bus["queued"]
     assert (done.folder / "report.html").stat().st_size > 10_000
     assert json.loads((done.folder / "config.json").read_text())["actor"]["optim"]["lr"] == 0.001
     assert list((done.folder / "checkpoints").glob("ckpt-*-step-00000060/manifest.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", ["actor.optim.lr=0", "run.faults=[skip_adoption]"], ids=["learning rate 0", "adoption only claimed"]
 )
@@ -48,8 +50,7 @@ def test_the_canary_stays_low_when_nothing_reaches_the_engines(run: Runner, faul
     assert done.summary["reward_last"] < 0.5
 
 
-@pytest.mark.parametrize("fault", ["corrupt_bucket", "drop_tensor"])
-def test_damaged_weights_are_never_adopted(run: Runner, fault: str) -> None:
+def test_damaged_weights_are_never_adopted(run: Runner) -> None:
     """behaviour: B2 B4"""
     failures: list[dict[str, Any]] = []
 
@@ -58,11 +59,13 @@ def test_damaged_weights_are_never_adopted(run: Runner, fault: str) -> None:
             view for view in status["roles"] if view["role"] == "instance" and view["counters"].get("adoptions_failed")
         )
 
-    done = run("run.steps=3", f"run.faults=[{fault}]", "controller.start_deadline_s=45", during=during)
+    done = run("run.steps=3", "run.faults=[corrupt_bucket]", "controller.start_deadline_s=45", during=during)
     assert done.outcome.state == "failed"
+    assert "a rollout instance with weights" in (done.outcome.reason or "") and "digest" in (done.outcome.reason or "")
     assert failures and all(view["version"] is None for view in failures)
 
 
+@pytest.mark.slow
 def test_staleness_0_is_exactly_on_policy(run: Runner) -> None:
     """behaviour: B15"""
     done = run("run.steps=8", "run.max_staleness=0")
@@ -79,6 +82,7 @@ def test_an_unasked_restart_is_counted_and_breaks_the_acceptance(run: Runner) ->
     assert done.summary["produced"] == done.summary["trained"] + done.summary["dropped"] + done.summary["queued"]
 
 
+@pytest.mark.slow
 def test_a_reward_that_always_fails_stops_the_run_with_the_reason(run: Runner, tmp_path: Path) -> None:
     """behaviour: B20"""
     recipe = tmp_path / "broken_reward.py"
@@ -88,6 +92,7 @@ def test_a_reward_that_always_fails_stops_the_run_with_the_reason(run: Runner, t
     assert "reward calls failed" in (done.outcome.reason or "") and "nan" in (done.outcome.reason or "")
 
 
+@pytest.mark.slow
 def test_a_log_prob_gap_above_the_limit_stops_the_run(run: Runner) -> None:
     """behaviour: B8"""
     done = run("run.steps=20", "run.faults=[skip_adoption]", "controller.logprob_gap_limit=0.001")
@@ -95,6 +100,7 @@ def test_a_log_prob_gap_above_the_limit_stops_the_run(run: Runner) -> None:
     assert "logprob_gap_limit" in (done.outcome.reason or "")
 
 
+@pytest.mark.slow
 def test_a_stall_names_who_waits_for_whom(run: Runner) -> None:
     """behaviour: B46"""
     hang = f"rollout.worker={Path(__file__).parent / 'e2e_workers.py'}:NeverAnswers"
