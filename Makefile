@@ -38,8 +38,8 @@ test-slow: $(STAMP)
 	$(BIN)/pytest -m slow
 
 check: $(STAMP)
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --no-cache .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -7,12 +7,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from bus.records import BusStats
+from relax.control.runstate import RunState
 from relax.telemetry.report import write_report
 from relax.telemetry.run_folder import RunFolder
 from relax.telemetry.summary import FinalFacts, build_summary, check_expectations
-
-from bus.records import BusStats
-from relax.control.runstate import RunState
 from services import names
 from services.controller.book import RunBook
 
