@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from e2e_support import Runner, kill_once
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def test_a_run_learns_and_accounts_for_every_sample(run: Runner) -> None:
@@ -39,7 +39,6 @@ def test_a_run_learns_and_accounts_for_every_sample(run: Runner) -> None:
     assert list((done.folder / "checkpoints").glob("ckpt-*-step-00000060/manifest.json"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", ["actor.optim.lr=0", "run.faults=[skip_adoption]"], ids=["learning rate 0", "adoption only claimed"]
 )
@@ -65,7 +64,6 @@ def test_damaged_weights_are_never_adopted(run: Runner) -> None:
     assert failures and all(view["version"] is None for view in failures)
 
 
-@pytest.mark.slow
 def test_staleness_0_is_exactly_on_policy(run: Runner) -> None:
     """behaviour: B15"""
     done = run("run.steps=8", "run.max_staleness=0")
@@ -82,7 +80,6 @@ def test_an_unasked_restart_is_counted_and_breaks_the_acceptance(run: Runner) ->
     assert done.summary["produced"] == done.summary["trained"] + done.summary["dropped"] + done.summary["queued"]
 
 
-@pytest.mark.slow
 def test_a_reward_that_always_fails_stops_the_run_with_the_reason(run: Runner, tmp_path: Path) -> None:
     """behaviour: B20"""
     recipe = tmp_path / "broken_reward.py"
@@ -92,7 +89,6 @@ def test_a_reward_that_always_fails_stops_the_run_with_the_reason(run: Runner, t
     assert "reward calls failed" in (done.outcome.reason or "") and "nan" in (done.outcome.reason or "")
 
 
-@pytest.mark.slow
 def test_a_log_prob_gap_above_the_limit_stops_the_run(run: Runner) -> None:
     """behaviour: B8"""
     done = run("run.steps=20", "run.faults=[skip_adoption]", "controller.logprob_gap_limit=0.001")
@@ -100,7 +96,6 @@ def test_a_log_prob_gap_above_the_limit_stops_the_run(run: Runner) -> None:
     assert "logprob_gap_limit" in (done.outcome.reason or "")
 
 
-@pytest.mark.slow
 def test_a_stall_names_who_waits_for_whom(run: Runner) -> None:
     """behaviour: B46"""
     hang = f"rollout.worker={Path(__file__).parent / 'e2e_workers.py'}:NeverAnswers"
