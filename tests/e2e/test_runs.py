@@ -35,7 +35,7 @@ def test_a_run_learns_and_accounts_for_every_sample(run: Runner) -> None:
     for bus in snapshots:
         assert bus["produced"] == bus["trained"] + bus["dropped"] + bus["queued"]
     assert (done.folder / "report.html").stat().st_size > 10_000
-    assert json.loads((done.folder / "config.json").read_text())["actor"]["optim"]["lr"] == 0.001
+    assert json.loads((done.folder / "config.json").read_text())["actor"]["optim"]["lr"] == 0.003
     assert list((done.folder / "checkpoints").glob("ckpt-*-step-00000060/manifest.json"))
 
 
@@ -58,7 +58,7 @@ def test_damaged_weights_are_never_adopted(run: Runner) -> None:
             view for view in status["roles"] if view["role"] == "instance" and view["counters"].get("adoptions_failed")
         )
 
-    done = run("run.steps=3", "run.faults=[corrupt_bucket]", "controller.start_deadline_s=45", during=during)
+    done = run("run.steps=3", "run.faults=[corrupt_bucket]", "controller.start_deadline_s=90", during=during)
     assert done.outcome.state == "failed"
     assert "a rollout instance with weights" in (done.outcome.reason or "") and "digest" in (done.outcome.reason or "")
     assert failures and all(view["version"] is None for view in failures)
