@@ -111,6 +111,7 @@ class Core:
                 group.purpose.value,
                 group.attempt,
                 dict(group.tags),
+                group.accept_rows,
             )
             check_row(group.group_id, PROMPTS, {"prompt": group.prompt})
             headers.append(_header(group.group_id, group.group_id, fields, {}, admission))

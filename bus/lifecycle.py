@@ -36,7 +36,6 @@ def limits_for(
     fields: tuple[str, ...] = TOKEN_FIELDS,
     top_k: int = 0,
     complete_fields: tuple[str, ...] = ("reward",),
-    auto_accept: bool = False,
 ) -> Limits:
     """Bounds of the index. `fields`: the per-token fields that a row can come to hold."""
     return Limits(
@@ -50,7 +49,6 @@ def limits_for(
         max_deliveries=config.max_deliveries,
         partition_rows=config.partition_rows,
         complete_fields=complete_fields,
-        auto_accept=auto_accept,
     )
 
 
@@ -63,18 +61,15 @@ def create_bus(
     fields: tuple[str, ...] = TOKEN_FIELDS,
     top_k: int = 0,
     complete_fields: tuple[str, ...] = ("reward",),
-    auto_accept: bool = False,
     deadline_s: float = 60.0,
 ) -> BusAddress:
     """Start the bus of a run on this node, empty, and wait until it serves.
 
     Its actors are detached: they outlive the caller until `destroy_bus`. complete_fields: what a
-    row must have for its group to be complete. auto_accept: Ref may start on rows before the
-    verdict. Raises BusTimeout, or BusUnavailable when an actor cannot start (name or port taken).
+    row must have for its group to be complete. Raises BusTimeout, or BusUnavailable when an actor
+    cannot start (name or port taken).
     """
-    limits = limits_for(
-        config, max_tokens, fields=fields, top_k=top_k, complete_fields=complete_fields, auto_accept=auto_accept
-    )
+    limits = limits_for(config, max_tokens, fields=fields, top_k=top_k, complete_fields=complete_fields)
     address = BusAddress(
         run_id,
         namespace,

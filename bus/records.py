@@ -66,6 +66,8 @@ class GroupAdmission:
     purpose: Purpose = Purpose.TRAIN
     attempt: int = 0
     tags: Tags = field(default_factory=dict)
+    accept_rows: bool = False
+    """No filter will judge the group: its rows are accepted as they arrive, so Ref works beside Reward."""
 
 
 class AdmitHeader(NamedTuple):
@@ -78,6 +80,7 @@ class AdmitHeader(NamedTuple):
     purpose: str
     attempt: int
     tags: dict[str, Scalar]
+    accept_rows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

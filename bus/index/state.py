@@ -27,7 +27,6 @@ class Limits:
     max_deliveries: int
     partition_rows: int
     complete_fields: tuple[str, ...] = ("reward",)
-    auto_accept: bool = False
     plan_ttl_s: float = 60.0
 
     def worst_bytes(self, tokens: int | None = None) -> int:

@@ -58,7 +58,8 @@ class RowQueue:
         group = self._s.groups.get(row.group_id)
         if group is None or group.fate is not None or group.purpose not in self._task.purposes:
             return False
-        if self._task.after_verdict and group.verdict is not VerdictKind.ACCEPTED and not self._s.limits.auto_accept:
+        accepted = group.verdict is VerdictKind.ACCEPTED or group.spec.accept_rows
+        if self._task.after_verdict and not accepted:
             return False
         name = self._task.name
         if name in row.done or name in row.leases or group.members[row.k].tombstone is not None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from relax.config.roles import ActorConfig, OptimConfig
 from relax.training.base import LossFn, LossOutput, NonFiniteUpdate, StepResult, TrainBatch
 from relax.training.schedule import learning_rate
-from relax.training.token_logprobs import token_logprobs
+from relax.training.scoring import Scorer
 from relax.types import Json, ModelError
 
 STATE_SCHEMA = 1
@@ -53,40 +53,9 @@ class TorchBackend:
             _enable_checkpointing(self._model)
         self._params = [p for p in self._model.parameters() if p.requires_grad]
         self._optimizer = _adamw(self._params, config.optim)
-        self._selected: Tensor | None = None
-        self._hook = _output_layer(self._model, model_folder).register_forward_pre_hook(self._select)
+        self._score = Scorer(self._model, model_folder, autocast_bf16=config.autocast_bf16)
 
     # ---- log-probs
-
-    def _select(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Hand the output layer only the hidden states whose next token is asked for: [1, N, H]."""
-        if self._selected is None:
-            return args
-        hidden = args[0]
-        return (hidden.flatten(0, 1).index_select(0, self._selected).unsqueeze(0), *args[1:])
-
-    def _score(self, tokens: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies [R, T] where `wanted` (false at position 0), 0 elsewhere.
-
-        No attention mask: in a causal model right padding changes nothing before it, and without a mask the
-        fast attention kernels apply. The last column predicts nothing, so it does not enter the model.
-        """
-        rows, columns = wanted.nonzero(as_tuple=True)
-        inputs = tokens[:, :-1]
-        self._selected = rows * inputs.shape[1] + columns - 1
-        try:
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self._config.autocast_bf16):
-                logits = self._model(input_ids=inputs, use_cache=False).logits
-        finally:
-            self._selected = None
-        if logits.shape[:2] != (1, len(rows)):
-            raise ModelError(f"{type(self._model).__name__} does not call its output layer once, on the hidden states")
-        # A greedy sample (temperature 0) carries log-probs at temperature 1.
-        scale = torch.where(temperature > 0, temperature, 1.0)[rows]
-        logprobs, entropy = token_logprobs(logits.squeeze(0), tokens[rows, columns], scale)
-        empty = torch.zeros(tokens.shape, device=self.device)
-        where = (rows, columns)
-        return empty.index_put(where, logprobs), empty.index_put(where, entropy)
 
     @torch.no_grad()
     def logprobs(self, tokens: Tensor, attention_mask: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
@@ -210,8 +179,8 @@ class TorchBackend:
 
     def close(self) -> None:
         """Forget model and optimizer; no other call is legal afterwards."""
-        self._hook.remove()
-        del self._model, self._optimizer, self._params
+        self._score.close()
+        del self._model, self._score, self._optimizer, self._params
 
 
 class _Totals:
@@ -290,13 +259,6 @@ def load_model(folder: Path, trust_remote_code: bool) -> Any:
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder}: cannot be loaded as a causal language model: {error}") from error
     return model.eval()
-
-
-def _output_layer(model: Any, folder: Path) -> nn.Module:
-    layer = model.get_output_embeddings()
-    if not isinstance(layer, nn.Module):
-        raise ModelError(f"{folder}: {type(model).__name__} names no output layer")
-    return layer
 
 
 def _enable_checkpointing(model: Any) -> None:

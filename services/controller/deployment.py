@@ -84,7 +84,7 @@ class Controller:
         self._closing = asyncio.Lock()
         namespace = names.namespace(args.run.name)
         self.bus_address: BusAddress = await asyncio.to_thread(
-            create_bus, self.run_id, namespace, args.run.bus, args.run.max_tokens, auto_accept=True
+            create_bus, self.run_id, namespace, args.run.bus, args.run.max_tokens
         )
         self.bus = await BusClient.connect(
             self.bus_address, owner="controller", role=names.CONTROLLER, config=args.run.bus, deadline_s=60.0

@@ -121,6 +121,7 @@ class GroupKeeper:
                     prompt=entry.prompt,
                     purpose=entry.purpose,
                     attempt=entry.attempt,
+                    accept_rows=self.args.rollout.filter.kind == "none",
                 )
                 for entry in entries
             ],

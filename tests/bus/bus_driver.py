@@ -71,9 +71,16 @@ class Driver:
         return self.index.commit_put(self.callers[owner], plan.put_id, self.now)
 
     def admission(
-        self, group_id: str, seq: int, size: int = 2, min_version: int = 0, purpose: str = "train", attempt: int = 0
+        self,
+        group_id: str,
+        seq: int,
+        size: int = 2,
+        min_version: int = 0,
+        purpose: str = "train",
+        attempt: int = 0,
+        accept_rows: bool = False,
     ) -> RowHeader:
-        spec = AdmitHeader(group_id, seq, size, min_version, purpose, attempt, {})
+        spec = AdmitHeader(group_id, seq, size, min_version, purpose, attempt, {}, accept_rows)
         return RowHeader(group_id, group_id, (("prompt", digest("prompt"), 20),), {}, spec)
 
     def admit(self, group_id: str, seq: int, size: int = 2, **more: Any) -> PutResult:

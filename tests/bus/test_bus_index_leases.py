@@ -216,16 +216,16 @@ def test_a_split_trajectory_is_complete_with_all_its_segments() -> None:
 
 
 def test_the_reference_waits_for_the_verdict_unless_rows_are_accepted_as_they_arrive() -> None:
-    for auto_accept in (False, True):
-        d = Driver(auto_accept=auto_accept)
-        d.admit("g0", 0)
+    for accept_rows in (False, True):
+        d = Driver()
+        d.admit("g0", 0, accept_rows=accept_rows)
         d.admit("e0", 1, purpose=EVAL)
         d.generate()
         d.generate()
-        assert isinstance(d.lease("ref", max_items=9), Grant if auto_accept else Empty)
+        assert isinstance(d.lease("ref", max_items=9), Grant if accept_rows else Empty)
         d.score()
         d.judge("g0")
-        if not auto_accept:
+        if not accept_rows:
             assert [row.group_id for row in d.granted("ref", max_items=9).rows] == ["g0", "g0"]
 
 

@@ -1,0 +1,62 @@
+"""Log-probs of given tokens under an unmodified Hugging Face causal LM: one way, for trainer and reference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relax.training.token_logprobs import token_logprobs
+from relax.types import ModelError
+
+
+class Scorer:
+    """Owns a hook on the model's output layer, so that it runs only where a log-prob is asked for.
+
+    The model's own scaling and capping of logits still applies. `close` removes the hook.
+    """
+
+    def __init__(self, model: Any, folder: Path, *, autocast_bf16: bool = False) -> None:
+        layer = model.get_output_embeddings()
+        if not isinstance(layer, nn.Module):
+            raise ModelError(f"{folder}: {type(model).__name__} names no output layer")
+        self._model = model
+        self._autocast_bf16 = autocast_bf16
+        self._selected: Tensor | None = None
+        self._hook = layer.register_forward_pre_hook(self._select)
+
+    def __call__(self, tokens: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies, float32 [R, T], where `wanted` (bool [R, T], false at position 0), 0 elsewhere.
+
+        tokens: int64 [R, T], right-padded; temperature: float32 [R]. No attention mask: in a causal model right
+        padding changes nothing before it, and without a mask the fast attention kernels apply. The last column
+        predicts nothing, so it does not enter the model.
+        """
+        rows, columns = wanted.nonzero(as_tuple=True)
+        inputs = tokens[:, :-1]
+        self._selected = rows * inputs.shape[1] + columns - 1
+        try:
+            with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self._autocast_bf16):
+                logits = self._model(input_ids=inputs, use_cache=False).logits
+        finally:
+            self._selected = None
+        if logits.shape[:2] != (1, len(rows)):
+            raise ModelError(f"{type(self._model).__name__} does not call its output layer once, on the hidden states")
+        # A greedy sample (temperature 0) carries log-probs at temperature 1.
+        scale = torch.where(temperature > 0, temperature, 1.0)[rows]
+        logprobs, entropy = token_logprobs(logits.squeeze(0), tokens[rows, columns], scale)
+        empty = torch.zeros(tokens.shape, device=tokens.device)
+        where = (rows, columns)
+        return empty.index_put(where, logprobs), empty.index_put(where, entropy)
+
+    def close(self) -> None:
+        self._hook.remove()
+
+    def _select(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Hand the output layer only the hidden states whose next token is asked for: [1, N, H]."""
+        if self._selected is None:
+            return args
+        hidden = args[0]
+        return (hidden.flatten(0, 1).index_select(0, self._selected).unsqueeze(0), *args[1:])

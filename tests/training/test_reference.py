@@ -1,0 +1,37 @@
+"""The reference model agrees with the trainer that it was taken from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from relax.training.reference import ReferenceModel
+from relax.training.torch_backend import TorchBackend
+from relax.types import ModelError
+
+TOKENS = torch.tensor([[1, 5, 6, 7, 2], [1, 4, 3, 0, 0]])
+WANTED = torch.tensor([[0, 0, 1, 1, 1], [0, 1, 1, 0, 0]], dtype=torch.bool)
+TEMPERATURE = torch.tensor([0.7, 1.3])
+
+
+def test_given_weights_replace_all_and_score_as_the_trainer_does(make_backend, model_folder: Path) -> None:  # type: ignore[no-untyped-def]
+    backend: TorchBackend = make_backend()
+    weights = [(name, tensor + 0.01) for name, tensor in backend.state_tensors()]
+    with torch.no_grad():
+        for (_, own), (_, moved) in zip(backend.state_tensors(), weights, strict=True):
+            own.copy_(moved)
+    reference = ReferenceModel(model_folder, weights)
+    expected, _ = backend.logprobs(TOKENS, torch.ones_like(WANTED), TEMPERATURE)
+    got = reference.logprobs(TOKENS, WANTED, TEMPERATURE)
+    assert torch.equal(got != 0, WANTED)
+    torch.testing.assert_close(got[WANTED], expected[WANTED], atol=1e-6, rtol=0)
+
+
+def test_missing_and_foreign_tensors_are_refused_by_name(make_backend, model_folder: Path) -> None:  # type: ignore[no-untyped-def]
+    weights = list(make_backend().state_tensors())
+    with pytest.raises(ModelError, match="lack .*" + weights[0][0].replace(".", r"\.")):
+        ReferenceModel(model_folder, weights[1:])
+    with pytest.raises(ModelError, match="'foreign'"):
+        ReferenceModel(model_folder, [*weights, ("foreign", torch.zeros(1))])
