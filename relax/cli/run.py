@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import shutil
-import sys
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,14 +114,29 @@ def deploy_and_watch(
         outcome = watch(control, dashboard, file, console)
         return outcome
     finally:
-        if control is not None:
-            _take_down(control, console)
-        if private is not None:
-            keep_logs(private, run_dir)
-            private.stop()
-            remove_weights(file, run_dir)
-        elif dashboard is not None:
-            dashboard.delete()
+        with uninterrupted():
+            if control is not None:
+                _take_down(control, console)
+            if private is not None:
+                keep_logs(private, run_dir)
+                private.stop()
+                remove_weights(file, run_dir)
+            elif dashboard is not None:
+                dashboard.delete()
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C must not leave half of the processes behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _take_down(control: ControlClient, console: Console) -> None:
@@ -200,8 +217,6 @@ def _printer(console: Console) -> _Printer:
     if console.is_terminal:
         live = Live(console=console, refresh_per_second=4, transient=False)
         return _Printer(live, lambda status: live.update(view(status)))
-    import contextlib
-
     seen = {"step": -1, "state": ""}
 
     def update(status: dict[str, Any]) -> None:
@@ -216,7 +231,16 @@ def _printer(console: Console) -> _Printer:
 
 def report_outcome(outcome: Outcome, run_dir: Path, console: Console) -> None:
     if outcome.summary:
-        keys = ("steps", "wall_s", "reward_first", "reward_last", "accuracy_last", "logprob_gap_max", "produced")
+        keys = (
+            "steps",
+            "wall_s",
+            "reward_first",
+            "reward_last",
+            "accuracy_last",
+            "logprob_gap_max",
+            "logprob_gap_mean",
+            "produced",
+        )
         keys += ("trained", "dropped", "queued", "restarts_unasked", "digest_ok", "overhead_ms_per_step")  # type: ignore[assignment]
         keys += ("eval_before", "eval_after", "eval_gain_lower95")  # type: ignore[assignment]
         shown = {key: outcome.summary[key] for key in keys if outcome.summary.get(key) is not None}
@@ -232,6 +256,3 @@ def fail(console: Console, error: Exception) -> int:
     for line in error.problems if isinstance(error, ConfigError) else [str(error)]:
         console.print(f"error: {line}", style="red", markup=False, soft_wrap=True)
     return 2 if isinstance(error, ConfigError) else 1
-
-
-__all__ = ["ClusterError", "ControlClient", "Outcome", "deploy_and_watch", "prepare_run_dir", "report_outcome", "sys"]

@@ -172,6 +172,8 @@ class RefConfig(StrictModel):
     """Folder of another reference model; default is policy version 0."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 4096
     """Padded tokens of one forward."""
+    share_prompts: bool = True
+    """Compute a prompt once for all its samples in a micro-batch. The numbers stay the same up to rounding."""
     rows_per_lease: Annotated[int, Field(ge=1)] = 64
     """Rows taken from the bus at once."""
 
@@ -229,6 +231,8 @@ class ActorConfig(StrictModel):
     """Supervised steps before the first version."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
     """Padded tokens of one forward and backward."""
+    share_prompts: bool = True
+    """Compute a prompt once for all its samples in a micro-batch. The numbers stay the same up to rounding."""
     groups_per_lease: Annotated[int, Field(ge=1)] | None = None
     """Groups taken from the bus at once; default a quarter of a step."""
     autocast_bf16: bool = False
@@ -291,7 +295,9 @@ class ExpectConfig(StrictModel):
     eval_gain_lower95_min: float | None = None
     """Lower 95 % bound of the gain in held-out accuracy at least."""
     logprob_gap_max: float | None = None
-    """Largest probe gap at most."""
+    """Largest probe gap at most (float32 stays below 1e-4)."""
+    logprob_gap_mean: float | None = None
+    """Mean probe gap of any adoption at most (bfloat16 has about 0.02)."""
 
 
 ControllerConfig.model_rebuild()

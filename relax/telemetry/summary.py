@@ -24,7 +24,8 @@ class FinalFacts:
     """What the steps' records do not say.
 
     `produced` to `queued` count samples on one snapshot. `engine_busy_s`: seconds in which an engine
-    computed over the whole run, mean over the instances. `eval_before`, `eval_after`: accuracy of each
+    computed over the whole run, mean over the instances. `logprob_gap_mean`: the largest mean over the
+    probe of any adoption. `eval_before`, `eval_after`: accuracy of each
     held-out prompt in the same order, None without evaluation. `role_time`: role -> seconds by kind
     (work_s, wait_data_s, wait_weights_s, idle_s).
     """
@@ -41,6 +42,7 @@ class FinalFacts:
     lag_histogram: Mapping[int, int] = field(default_factory=dict)
     engine_busy_s: float = 0.0
     max_staleness: int = 0
+    logprob_gap_mean: float = 0.0
     eval_before: Sequence[float] | None = None
     eval_after: Sequence[float] | None = None
     eval_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -72,6 +74,7 @@ def build_summary(records: Sequence[Mapping[str, float]], facts: FinalFacts, *, 
         "queued": facts.queued,
         "restarts_unasked": facts.restarts_unasked,
         "logprob_gap_max": max([*gaps, facts.logprob_gap_max]),
+        "logprob_gap_mean": facts.logprob_gap_mean,
         "lag_histogram": {str(lag): facts.lag_histogram[lag] for lag in sorted(facts.lag_histogram)},
         "overhead_ms_per_step": overhead_ms_per_step(records, facts),
         "eval_before": statistics.fmean(before) if before else None,
@@ -151,6 +154,7 @@ def check_expectations(summary: Mapping[str, Json], expect: ExpectConfig) -> lis
         ("accuracy_last", expect.accuracy_last_min, True),
         ("eval_gain_lower95", expect.eval_gain_lower95_min, True),
         ("logprob_gap_max", expect.logprob_gap_max, False),
+        ("logprob_gap_mean", expect.logprob_gap_mean, False),
     ):
         problems += _bound_problem(key, summary[key], bound, at_least)
     return problems

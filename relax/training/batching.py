@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from relax.training.base import TrainBatch
+from relax.training.shared_prompts import by_prompt
 from relax.types import BoolArray, FloatArray, IntArray, group_of
 
 
@@ -55,9 +56,37 @@ def plan_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return plan
 
 
-def make_batches(rows: Sequence[TrainRow], micro_batch_tokens: int, pad_id: int = 0) -> Iterator[TrainBatch]:
+def plan_shared(rows: Sequence[TrainRow], budget: int) -> list[list[int]]:
+    """As `plan_batches`, for rows whose prompt is computed once for all rows of a batch that begin with it.
+
+    Rows with one prompt stay together: they count as the prompt and their responses, and are divided only where
+    that alone exceeds the budget.
+    """
+    starts = [int(row.loss_mask.argmax()) for row in rows]
+    units: list[list[int]] = []
+    lengths: list[int] = []
+    for group in by_prompt([row.tokens for row in rows], starts):
+        start = starts[group[0]]
+        room = 0
+        for index in group:
+            response = len(rows[index]) - start
+            if room >= response:
+                units[-1].append(index)
+                lengths[-1] += response
+                room -= response
+            else:
+                units.append([index])
+                lengths.append(start + response)
+                room = budget - lengths[-1]
+    return [[index for unit in batch for index in units[unit]] for batch in plan_batches(lengths, budget)]
+
+
+def make_batches(
+    rows: Sequence[TrainRow], micro_batch_tokens: int, pad_id: int = 0, *, share_prompts: bool = False
+) -> Iterator[TrainBatch]:
     """Padded CPU batches under the budget; the same set of rows gives the same batches in any order.
 
+    `share_prompts`: the budget counts a prompt once for the rows that begin with it (`Scorer`).
     Raises `ValueError` for unequal array lengths, a row without a sampled token or with one at position 0,
     and when only some rows have `ref_logprobs`.
     """
@@ -66,7 +95,11 @@ def make_batches(rows: Sequence[TrainRow], micro_batch_tokens: int, pad_id: int 
         _check(row)
     if len({row.ref_logprobs is None for row in ordered}) > 1:
         raise ValueError("some rows have ref_logprobs and some have none")
-    for indices in plan_batches([len(row) for row in ordered], micro_batch_tokens):
+    if share_prompts:
+        plan = plan_shared(ordered, micro_batch_tokens)
+    else:
+        plan = plan_batches([len(row) for row in ordered], micro_batch_tokens)
+    for indices in plan:
         yield _pad([ordered[i] for i in indices], pad_id)
 
 

@@ -19,11 +19,18 @@ class ReferenceModel:
     Raises `ModelError` when a tensor is missing, unknown, or of another shape.
     """
 
-    def __init__(self, folder: Path, weights: Iterable[tuple[str, Tensor]] | None, trust_remote_code: bool = False):
+    def __init__(
+        self,
+        folder: Path,
+        weights: Iterable[tuple[str, Tensor]] | None,
+        *,
+        trust_remote_code: bool = False,
+        share_prompts: bool = False,
+    ):
         model = load_model(folder, trust_remote_code).requires_grad_(False)
         if weights is not None:
             _replace(dict(model.named_parameters()), weights, folder)
-        self._score = Scorer(model, folder)
+        self._score = Scorer(model, folder, share_prompts=share_prompts)
 
     @torch.inference_mode()
     def logprobs(self, tokens: Tensor, wanted: Tensor, temperature: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from relax.training.shared_prompts import pack
 from relax.training.token_logprobs import token_logprobs
 from relax.types import ModelError
 
@@ -15,31 +16,33 @@ from relax.types import ModelError
 class Scorer:
     """Owns a hook on the model's output layer, so that it runs only where a log-prob is asked for.
 
-    The model's own scaling and capping of logits still applies. `close` removes the hook.
+    The model's own scaling and capping of logits still applies. With `share_prompts` a prompt is computed once
+    for all rows of a batch that begin with it, where that is cheaper; the model must take 4-D masks. Models with
+    a sliding window get separate rows. `close` removes the hook.
     """
 
-    def __init__(self, model: Any, folder: Path, *, autocast_bf16: bool = False) -> None:
+    def __init__(self, model: Any, folder: Path, *, autocast_bf16: bool = False, share_prompts: bool = False) -> None:
         layer = model.get_output_embeddings()
         if not isinstance(layer, nn.Module):
             raise ModelError(f"{folder}: {type(model).__name__} names no output layer")
         self._model = model
+        self._width = int(model.config.hidden_size)
         self._autocast_bf16 = autocast_bf16
+        # A packed sequence puts tokens further apart than they are: a window would cut them off.
+        self._share_prompts = share_prompts and not getattr(model.config, "sliding_window", None)
         self._selected: Tensor | None = None
         self._hook = layer.register_forward_pre_hook(self._select)
 
     def __call__(self, tokens: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies, float32 [R, T], where `wanted` (bool [R, T], false at position 0), 0 elsewhere.
 
-        tokens: int64 [R, T], right-padded; temperature: float32 [R]. No attention mask: in a causal model right
-        padding changes nothing before it, and without a mask the fast attention kernels apply. The last column
-        predicts nothing, so it does not enter the model.
+        tokens: int64 [R, T], right-padded; temperature: float32 [R].
         """
         rows, columns = wanted.nonzero(as_tuple=True)
-        inputs = tokens[:, :-1]
-        self._selected = rows * inputs.shape[1] + columns - 1
+        inputs, self._selected = self._inputs(tokens, wanted, rows, columns)
         try:
             with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self._autocast_bf16):
-                logits = self._model(input_ids=inputs, use_cache=False).logits
+                logits = self._model(**inputs, use_cache=False).logits
         finally:
             self._selected = None
         if logits.shape[:2] != (1, len(rows)):
@@ -53,6 +56,23 @@ class Scorer:
 
     def close(self) -> None:
         self._hook.remove()
+
+    def _inputs(
+        self, tokens: Tensor, wanted: Tensor, rows: Tensor, columns: Tensor
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """What enters the model, and for each wanted token the flat index of the hidden state that predicts it."""
+        packed = pack(tokens.cpu().numpy(), wanted.cpu().numpy(), self._width) if self._share_prompts else None
+        if packed is None:
+            # No mask: in a causal model right padding changes nothing before it, and without a mask the fast
+            # attention kernels apply. The last column predicts nothing, so it stays out.
+            inputs = tokens[:, :-1]
+            return {"input_ids": inputs}, rows * inputs.shape[1] + columns - 1
+        device = tokens.device
+        return {
+            "input_ids": torch.from_numpy(packed.ids).to(device),
+            "position_ids": torch.from_numpy(packed.positions).to(device),
+            "attention_mask": torch.from_numpy(packed.mask).to(device),
+        }, torch.from_numpy(packed.source).to(device)
 
     def _select(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Hand the output layer only the hidden states whose next token is asked for: [1, N, H]."""

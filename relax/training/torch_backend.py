@@ -53,7 +53,9 @@ class TorchBackend:
             _enable_checkpointing(self._model)
         self._params = [p for p in self._model.parameters() if p.requires_grad]
         self._optimizer = _adamw(self._params, config.optim)
-        self._score = Scorer(self._model, model_folder, autocast_bf16=config.autocast_bf16)
+        self._score = Scorer(
+            self._model, model_folder, autocast_bf16=config.autocast_bf16, share_prompts=config.share_prompts
+        )
 
     # ---- log-probs
 

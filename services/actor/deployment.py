@@ -17,6 +17,7 @@ from relax.training.build import build_backend
 from relax.training.warm_start import Example, warm_started_model
 from services import names
 from services.actor.loop import TrainingLoop
+from services.actor.probe import probe_tokens
 from services.runtime import RoleReporter, call_when_up, limit_threads, run_folder_path
 
 
@@ -56,7 +57,7 @@ class Actor:
             self.bus,
             self.reporter,
             asyncio.get_running_loop(),
-            tokenizer.vocab_size,
+            probe_tokens(tokenizer, args.run.max_tokens, args.run.seed),
             run_dir / "export",
         )
         self._thread = threading.Thread(target=self._train, name="trainer", daemon=True)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from bus.client import BusClient
@@ -39,7 +40,6 @@ logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
 
 LONG_POLL_S = 2.0
-PROBE_ROWS, PROBE_TOKENS = 4, 16
 
 
 class TrainingStopped(Exception):
@@ -58,7 +58,7 @@ class TrainingLoop:
         bus: BusClient,
         reporter: RoleReporter,
         loop: asyncio.AbstractEventLoop,
-        vocab_size: int,
+        probe: npt.NDArray[np.int64],
         export_folder: Path,
     ):
         self.args, self.backend, self.bus, self.reporter, self.loop = args, backend, bus, reporter, loop
@@ -72,9 +72,7 @@ class TrainingLoop:
         self._report: Any = None
         self._loss = build_loss(args.actor.algorithm)
         self._fields = actor_fields(args.actor.algorithm)
-        generator = np.random.default_rng(args.run.seed)
-        length = min(PROBE_TOKENS, args.run.max_tokens - 1)
-        self._probe = generator.integers(0, vocab_size, (PROBE_ROWS, length)).astype(np.int64)
+        self._probe = probe
 
     # ------------------------------------------------------------------ the other threads
 
@@ -167,7 +165,9 @@ class TrainingLoop:
             if not rows:
                 continue
             begin = time.monotonic()
-            yield from make_batches(rows, actor.micro_batch_tokens)  # the backend computes between two of these
+            yield from make_batches(
+                rows, actor.micro_batch_tokens, share_prompts=actor.share_prompts
+            )  # the backend computes between two of these
             self.reporter.time_split.add("work_s", time.monotonic() - begin)
             self.reporter.count("rows", len(rows))
 

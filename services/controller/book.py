@@ -61,6 +61,7 @@ class RunBook:
     adoption_count: int = 0
     digest_failures: int = 0
     gap_max: float = 0.0
+    gap_mean: float = 0.0
     evals: dict[str, EvalReport] = field(default_factory=dict)
     asked_restarts: int = 0
 
@@ -80,6 +81,7 @@ class RunBook:
         self.adoption_count += 1
         self.digest_failures += not report.digest_ok
         self.gap_max = max(self.gap_max, report.gap_max)
+        self.gap_mean = max(self.gap_mean, report.gap_mean)
 
     def record_step(self, record: dict[str, float]) -> bool:
         """False when this step was recorded before: a report may be retried."""

@@ -36,6 +36,7 @@ def final_facts(book: RunBook, stats: BusStats | None, wall_s: float) -> FinalFa
         engine_versions={name: report.version for name, report in sorted(book.adoptions.items())},
         digest_ok=book.digest_failures == 0 and bool(book.adoptions),
         logprob_gap_max=book.gap_max,
+        logprob_gap_mean=book.gap_mean,
         produced=account.produced if account else 0,
         trained=account.trained if account else 0,
         dropped_by_reason=dict(account.dropped) if account else {},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -70,7 +71,7 @@ class Ref:
         run = self.args.run
         run_dir = run_folder_path(run)
         if self.args.ref.path is not None:
-            return await asyncio.to_thread(ReferenceModel, Path(self.args.ref.path), None, run.model.trust_remote_code)
+            return await asyncio.to_thread(self._model_from, Path(self.args.ref.path), None)
         folder = await asyncio.to_thread(ensure_model, run.model, run_dir / "model", run.seed)
         while not (run_dir / REFERENCE).exists():
             published: PublishedVersion | None = await call_when_up(names.DCS, "wait_newer", -1, 5.0)
@@ -78,7 +79,15 @@ class Ref:
                 raise RuntimeError(f"version {published.version} is published but {run_dir / REFERENCE} is missing")
         weights = ReadableVersion(run_dir / REFERENCE)
         await asyncio.to_thread(weights.verify)
-        return await asyncio.to_thread(ReferenceModel, folder, weights.tensors(), run.model.trust_remote_code)
+        return await asyncio.to_thread(self._model_from, folder, weights.tensors())
+
+    def _model_from(self, folder: Path, weights: Iterable[tuple[str, torch.Tensor]] | None) -> ReferenceModel:
+        return ReferenceModel(
+            folder,
+            weights,
+            trust_remote_code=self.args.run.model.trust_remote_code,
+            share_prompts=self.args.ref.share_prompts,
+        )
 
     async def _score(self, lease: Lease) -> None:
         logprobs = await asyncio.to_thread(self._logprobs, lease)
@@ -102,7 +111,7 @@ class Ref:
             for row in lease.rows
         ]
         result: dict[str, FloatArray] = {}
-        for batch in make_batches(rows, self.args.ref.micro_batch_tokens):
+        for batch in make_batches(rows, self.args.ref.micro_batch_tokens, share_prompts=self.args.ref.share_prompts):
             scores = self.model.logprobs(batch.tokens, batch.loss_mask, batch.temperature).numpy()
             for row_id, line, length in zip(batch.row_ids, scores, batch.attention_mask.sum(1).tolist(), strict=True):
                 result[row_id] = np.ascontiguousarray(line[:length])

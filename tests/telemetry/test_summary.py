@@ -143,6 +143,7 @@ def test_account_restarts_digests_and_steps_are_always_checked(changes: dict[str
         ({"accuracy_last_min": 0.9}, {"accuracy_last": None}, "accuracy_last was not measured"),
         ({"eval_gain_lower95_min": 0.0}, {"eval_gain_lower95": -0.1}, "eval_gain_lower95 is -0.1"),
         ({"logprob_gap_max": 1e-4}, {"logprob_gap_max": 2e-4}, "logprob_gap_max is 0.0002; expected at most 0.0001"),
+        ({"logprob_gap_mean": 0.05}, {"logprob_gap_mean": 0.06}, "logprob_gap_mean is 0.06; expected at most 0.05"),
         ({"logprob_gap_max": 1e-4}, {"logprob_gap_max": float("nan")}, "logprob_gap_max is nan"),
     ],
 )
