@@ -229,21 +229,16 @@ def _printer(console: Console) -> _Printer:
     return _Printer(contextlib.nullcontext(), update)
 
 
+HEADLINE_KEYS = """
+steps wall_s reward_first reward_last accuracy_last logprob_gap_max logprob_gap_mean produced trained dropped queued
+restarts_unasked digest_ok overhead_ms_per_step eval_before eval_after eval_gain_lower95
+""".split()
+
+
 def report_outcome(outcome: Outcome, run_dir: Path, console: Console) -> None:
+    """The headline of the summary, what was not met, and where the rest is."""
     if outcome.summary:
-        keys = (
-            "steps",
-            "wall_s",
-            "reward_first",
-            "reward_last",
-            "accuracy_last",
-            "logprob_gap_max",
-            "logprob_gap_mean",
-            "produced",
-        )
-        keys += ("trained", "dropped", "queued", "restarts_unasked", "digest_ok", "overhead_ms_per_step")  # type: ignore[assignment]
-        keys += ("eval_before", "eval_after", "eval_gain_lower95")  # type: ignore[assignment]
-        shown = {key: outcome.summary[key] for key in keys if outcome.summary.get(key) is not None}
+        shown = {key: outcome.summary[key] for key in HEADLINE_KEYS if outcome.summary.get(key) is not None}
         console.print_json(json.dumps(shown))
     for violation in outcome.violations:
         console.print(f"not met: {violation}", style="red", markup=False)
