@@ -14,7 +14,7 @@ TEXT = (
     "They have seen seven in the morning and five in the afternoon, so that makes twelve. "
     "Their mother calls them home for supper, and they promise each other to come back tomorrow."
 )
-"""Ordinary prose: on tokens that a model finds likely, a difference of arithmetic is small, and one of weights is not."""
+"""Ordinary prose: on likely tokens a difference of arithmetic is small, and one of weights is not."""
 
 
 def probe_tokens(tokenizer: Tokenizer, max_tokens: int, seed: int) -> npt.NDArray[np.int64]:
