@@ -33,8 +33,7 @@ class PutBatcher:
 
     async def _drain(self, lease_id: str) -> None:
         try:
-            # One turn of the loop lets the other samples that just finished join this put.
-            await asyncio.sleep(0)
+            # A task starts a turn of the loop later: samples that just finished join this put.
             while batch := self._pending.pop(lease_id, []):
                 try:
                     await self._bus.put([row for row, _ in batch], lease_id=lease_id, deadline_s=PUT_DEADLINE_S)

@@ -1,0 +1,85 @@
+"""From leased rows to training rows, and what a step's record says of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bus.records import GroupInfo, Lease, Row
+from relax.algorithms import ModeMismatch
+from relax.config.algorithm import AlgorithmConfig
+from relax.types import LogprobMode, SamplingParams
+from services.actor.batch import StepSamples, actor_fields, train_rows
+
+GRPO = AlgorithmConfig(name="grpo", advantage="group_mean")
+WITH_KL = AlgorithmConfig(name="grpo", kl={"coef": 0.1})  # type: ignore[arg-type]
+
+
+def row(group: str, k: int, reward: float, versions: list[int], sampling: SamplingParams | None = None) -> Row:
+    length = 2 + len(versions)
+    mask = np.arange(length) >= 2
+    fields: dict[str, Any] = {
+        "tokens": np.arange(length, dtype=np.int32),
+        "loss_mask": mask,
+        "rollout_logprobs": np.where(mask, -1.0, 0).astype(np.float32),
+        "versions": np.array([-1, -1, *versions], np.int32),
+        "sampling": (sampling or SamplingParams()).to_json(),
+        "reward": np.array(reward, np.float32),
+        "accuracy": np.array(reward > 0.5, np.float32),
+        "ref_logprobs": np.where(mask, -1.5, 0).astype(np.float32),
+    }
+    return Row(f"{group}/{k}/0", group, k, 0, fields, {})
+
+
+def lease(*rows: Row) -> Lease:
+    groups = {r.group_id: GroupInfo(r.group_id, 0, 1, 2, 0, "train", {}, (), {}, 0, 0) for r in rows}
+    return Lease("lease", "actor", 30.0, rows, tuple(groups.values()))
+
+
+def test_advantages_are_taken_within_each_group_wherever_its_rows_stand() -> None:
+    """behaviour: B26"""
+    rows = [row("a", 0, 1.0, [3]), row("b", 0, 0.2, [3]), row("a", 1, 0.0, [3]), row("b", 1, 0.6, [3])]
+    advantages = {r.row_id: r.advantage for r in train_rows(lease(*rows), GRPO)}
+    assert advantages == pytest.approx({"a/0/0": 0.5, "a/1/0": -0.5, "b/0/0": -0.2, "b/1/0": 0.2})
+
+
+def test_reference_log_probs_travel_only_when_the_algorithm_reads_them() -> None:
+    assert "ref_logprobs" in actor_fields(WITH_KL) and "ref_logprobs" not in actor_fields(GRPO)
+    assert train_rows(lease(row("a", 0, 1.0, [3])), GRPO)[0].ref_logprobs is None
+    assert train_rows(lease(row("a", 0, 1.0, [3])), WITH_KL)[0].ref_logprobs is not None
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParams(top_p=0.9), SamplingParams(top_k=5), SamplingParams(logprob_mode=LogprobMode.SAMPLING)],
+)
+def test_a_batch_drawn_in_another_mode_is_refused(sampling: SamplingParams) -> None:
+    """behaviour: B7"""
+    with pytest.raises(ModeMismatch, match="a/0/0"):
+        train_rows(lease(row("a", 0, 1.0, [3], sampling)), GRPO)
+
+
+def test_lag_is_counted_per_sampled_token_against_the_trained_policy() -> None:
+    """behaviour: B9"""
+    samples = StepSamples()
+    samples.add(lease(row("a", 0, 1.0, [3, 3, 4]), row("a", 1, 0.0, [5])), version=5)
+    record = samples.record()
+    assert dict(samples.lags) == {2: 2, 1: 1, 0: 1}
+    assert record["version_lag_max"] == 2 and record["version_lag_mean"] == pytest.approx(5 / 4)
+    assert record["response_tokens_mean"] == 2
+
+
+def test_groups_without_a_difference_are_counted() -> None:
+    samples = StepSamples()
+    samples.add(lease(row("a", 0, 1.0, [0]), row("a", 1, 1.0, [0]), row("b", 0, 1.0, [0]), row("b", 1, 0.0, [0])), 0)
+    assert samples.record()["zero_variance_groups"] == 1
+    assert not samples.constant_reward()
+
+
+def test_a_constant_reward_over_the_step_is_seen() -> None:
+    """behaviour: B21"""
+    samples = StepSamples()
+    samples.add(lease(row("a", 0, 0.3, [0]), row("b", 0, 0.3, [0])), 0)
+    assert samples.constant_reward()
