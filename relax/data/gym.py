@@ -19,7 +19,14 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
 from relax.data.rows import Row, digest_of, stable_seed, with_system
+from relax.data.toy import is_held_out
 from relax.types import DataError, Json
+
+STRIDE = 1 << 20
+"""Far enough apart for any size in use, and small enough that no seed leaves 32 bits."""
+
+MOST_DRAWS = 200
+"""With an eighth held out, the chance that 200 different questions are all on the other side is 3e-12."""
 
 METADATA_KEY = "reasoning_gym"
 """Key in a prompt's metadata that holds what `score_answer` needs."""
@@ -32,8 +39,12 @@ class GymRows:
     for the few tasks that only their scorer can judge); metadata carries the whole entry.
 
     reasoning-gym seeds entry i with `seed + i`, so neighbouring seeds would share entries. The seed
-    is spread over 2^31 first: then the entries of two seeds are disjoint draws. A task with few
-    possible questions may still ask the same one under both.
+    is spread over 2^31 first: then the entries of two seeds are disjoint draws.
+
+    An eighth of all questions, chosen by digest, is held out: training rows never ask them, whatever the
+    seeds, and with `held_out` rows ask nothing else. Position i takes the first of the entries i, i + STRIDE,
+    i + 2 x STRIDE, ... on its side. A task whose questions are so few that none of the first 200 is there
+    (`MOST_DRAWS`) cannot be split: it asks entry i.
     """
 
     checked = False
@@ -47,21 +58,23 @@ class GymRows:
         *,
         chat: bool,
         system_prompt: str | None = None,
+        held_out: bool = False,
     ) -> None:
         self.name = task
+        self._held_out = held_out
         self._params = dict(params)
         self._size = size
         self._seed = stable_seed(seed)
         self._chat = chat
         self._system_prompt = system_prompt
         spread = int(np.random.SeedSequence(self._seed).generate_state(1, np.uint32)[0]) >> 1
-        self._dataset = _create(task, {**self._params, "seed": spread, "size": size})
+        self._dataset = _create(task, {**self._params, "seed": spread, "size": STRIDE * MOST_DRAWS})
 
     def __len__(self) -> int:
         return self._size
 
     def row(self, position: int) -> Row:
-        entry = self._dataset[position]
+        entry = self._entry(position)
         question = str(entry["question"])
         messages: tuple[dict[str, str], ...] | None = ({"role": "user", "content": question},)
         messages, text = with_system(self._system_prompt, messages if self._chat else None, question)
@@ -75,6 +88,14 @@ class GymRows:
             metadata,
         )
 
+    def _entry(self, position: int) -> dict[str, Any]:
+        for draw in range(MOST_DRAWS):
+            entry: dict[str, Any] = self._dataset[position + draw * STRIDE]
+            if is_held_out(str(entry["question"])) == self._held_out:
+                return entry
+        first: dict[str, Any] = self._dataset[position]
+        return first
+
     def identity(self) -> dict[str, Json]:
         return {
             "kind": "reasoning_gym",
@@ -85,6 +106,7 @@ class GymRows:
             "seed": self._seed,
             "chat": self._chat,
             "system_prompt": self._system_prompt,
+            "held_out": self._held_out,
         }
 
 

@@ -6,6 +6,7 @@ loads it goes on with exactly that prompt, also over an epoch border.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -199,12 +200,12 @@ def build_source(config: DataConfig, seed: int, tokenizer: Tokenizer, max_prompt
 
 
 def build_eval_set(config: DataConfig, seed: int, n: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> list[Prompt]:
-    """`n` fixed held-out prompts, equal for equal arguments. Their source name starts with "eval-".
+    """`n` different held-out prompts, equal for equal arguments. Their source name starts with "eval-".
 
-    For a toy they come from the held-out part of the domain (see `ToyRows`, also for domains too
-    small to be split). For reasoning-gym `seed` must differ from the training seed; equal questions
-    cannot be excluded there. For a file they are its first `n` usable rows, so `config.path` must
-    name a file of its own. Raises `DataError` when there are fewer than `n` usable prompts.
+    For a toy and for reasoning-gym they come from the held-out part of the domain, which training rows never
+    ask (see `ToyRows` and `GymRows`, also for domains too small to be split). For a file they are its first
+    `n` different usable rows, so `config.path` must name a file of its own. Raises `DataError` when there are
+    fewer than `n` different usable prompts.
     """
     if n == 0:
         return []
@@ -216,11 +217,16 @@ def build_eval_set(config: DataConfig, seed: int, n: int, tokenizer: Tokenizer, 
     source = EpochSource(rows, seed=seed, shuffle=False, epochs=1, check=check, on_bad_row=config.on_bad_row)
     source.name = EVAL_PREFIX + rows.name
     prompts: list[Prompt] = []
+    seen: set[str] = set()
     while len(prompts) < n and (prompt := source.next()) is not None:
-        prompts.append(prompt)
+        question = json.dumps([prompt.messages, prompt.text])
+        if question not in seen:
+            seen.add(question)
+            prompts.append(prompt)
     if len(prompts) < n:
         raise DataError(
-            f"the evaluation set wants {n} prompts but '{config.path or config.task}' has {len(prompts)} usable ones"
+            f"the evaluation set wants {n} prompts, '{config.path or config.task}' has {len(prompts)} different usable "
+            "ones: ask for fewer (rollout.eval.prompts), or take a task with more questions"
         )
     return prompts
 
@@ -244,4 +250,5 @@ def _build_rows(config: DataConfig, seed: int, check: RowCheck, *, held_out: boo
         seed,
         chat=check.tokenizer.has_chat_template,
         system_prompt=config.system_prompt,
+        held_out=held_out,
     )

@@ -82,3 +82,19 @@ def test_the_held_out_set_of_another_seed_differs(chat: Tokenizer) -> None:
 def test_bad_gym_settings_are_named(task: str, params: dict[str, object], message: str) -> None:
     with pytest.raises(DataError, match=message):
         GymRows(task, params, 5, 1, chat=False)
+
+
+def test_held_out_questions_are_never_trained_and_all_different(chat: Tokenizer) -> None:
+    config = DataConfig(
+        kind="reasoning_gym",
+        task="chain_sum",
+        params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
+        size=2000,
+    )
+    source = build_source(config, 1, chat, 400)
+    trained = {str(source.next().messages) for _ in range(2000)}  # type: ignore[union-attr]
+    held = [str(prompt.messages) for prompt in build_eval_set(config, 10_007, 12, chat, 400)]
+    assert len(set(held)) == 12
+    assert not trained & set(held)
+    with pytest.raises(DataError, match="different usable"):
+        build_eval_set(config, 10_007, 128, chat, 400)

@@ -183,7 +183,7 @@ def test_the_evaluation_set_of_a_toy_never_occurs_in_training_even_at_the_same_s
 def test_the_evaluation_set_of_a_file_is_its_first_rows(plain: Tokenizer, tmp_path: Path) -> None:
     config = jsonl(tmp_path, '{"prompt": "a"}', '{"prompt": ""}', '{"prompt": "b"}', on_bad_row="skip")
     assert [p.text for p in build_eval_set(config, 1, 2, plain, 32)] == ["a", "b"]
-    with pytest.raises(DataError, match=r"wants 3 prompts but .*data.jsonl' has 2 usable"):
+    with pytest.raises(DataError, match=r"wants 3 prompts, .*data.jsonl' has 2 different usable"):
         build_eval_set(config, 1, 3, plain, 32)
 
 

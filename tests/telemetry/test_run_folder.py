@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 import resource
@@ -15,13 +16,18 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "runs" / "one")
 
 
-@pytest.fixture
+@contextlib.contextmanager
 def full_disk() -> Iterator[None]:
-    """Files of this process cannot grow over 4 KiB; a write beyond is cut short, then fails, as on a full disk."""
+    """Files of this process cannot grow over 4 KiB; a write beyond is cut short, then fails, as on a full disk.
+
+    Not a fixture: pytest reports while fixtures are up, and its own output may be a file over that size.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @dataclasses.dataclass
@@ -74,21 +80,19 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(folder: RunFold
         folder.read_metrics()
 
 
-@pytest.mark.usefixtures("full_disk")
 def test_a_full_disk_is_a_clear_error_and_spoils_no_line(folder: RunFolder) -> None:
     """behaviour: B47"""
     folder.append_metrics({"step": 1})
-    with pytest.raises(RunFolderError, match=r"cannot append to .*metrics\.jsonl: File too large"):
+    with full_disk(), pytest.raises(RunFolderError, match=r"cannot append to .*metrics\.jsonl: File too large"):
         folder.append_metrics({"step": 2, "filler": "x" * 8000})  # type: ignore[dict-item]
     folder.append_metrics({"step": 3})
     assert folder.read_metrics() == [{"step": 1}, {"step": 3}]
 
 
-@pytest.mark.usefixtures("full_disk")
 def test_a_summary_that_does_not_fit_leaves_the_old_one(folder: RunFolder) -> None:
     """behaviour: B47"""
     folder.write_summary({"steps": 1})
-    with pytest.raises(RunFolderError, match=r"cannot write .*summary\.json"):
+    with full_disk(), pytest.raises(RunFolderError, match=r"cannot write .*summary\.json"):
         folder.write_summary({"steps": 2, "filler": "x" * 8000})
     assert folder.read_summary() == {"steps": 1}
     assert [path.name for path in folder.path.iterdir()] == ["summary.json"]
