@@ -88,12 +88,12 @@ _TABLE = (
     Metric("response_tokens_mean", "tokens", "Mean response length of the step's samples", _MEAN),
     Metric("step_s", "s", "Wall time of the step, waiting included", _MAX),
     Metric("train_compute_s", "s", "Time of the step in forward, backward and update", _MAX),
-    Metric("engine_busy_s", "s", "Time of the step in which an engine computed, mean over engines", _MEAN),
+    Metric(
+        "engine_busy_s", "s", "Time since the last step's report in which an engine computed, mean over engines", _MEAN
+    ),
     Metric("wait_data_s", "s", "Time of the step in which the trainer waited for samples", _MAX),
     Metric("publish_s", "s", "Time of the step for staging and committing the new weights", _MAX),
-    Metric("overhead_ms", "ms", "Step time beyond what computing needs; see telemetry.summary", _MEAN),
     Metric("trainer_utilisation", "1", "train_compute_s over step_s", _MEAN, Kind.SHARE),
-    Metric("engine_utilisation", "1", "engine_busy_s over step_s", _MEAN, Kind.SHARE),
     # Groups and samples
     Metric("groups_trained", "groups", "Groups trained in the step", _SUM),
     Metric("groups_filtered", "groups", "Groups filtered in the step", _SUM),

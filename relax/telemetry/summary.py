@@ -16,6 +16,7 @@ LAST_SHARE = 0.05
 """`*_last` is the mean over this share of the steps at the end, at least one: a single step is noisy."""
 WARM_UP_SHARE = 0.2
 """Left out of the overhead: compilation, caches and the first weight exchange happen there."""
+OVERHEAD_WINDOW = 10
 RESAMPLES = 10_000
 
 
@@ -23,8 +24,7 @@ RESAMPLES = 10_000
 class FinalFacts:
     """What the steps' records do not say.
 
-    `produced` to `queued` count samples on one snapshot. `engine_busy_s`: seconds in which an engine
-    computed over the whole run, mean over the instances. `logprob_gap_mean`: the largest mean over the
+    `produced` to `queued` count samples on one snapshot. `logprob_gap_mean`: the largest mean over the
     probe of any adoption. `eval_before`, `eval_after`: accuracy of each
     held-out prompt in the same order, None without evaluation. `role_time`: role -> seconds by kind
     (work_s, wait_data_s, wait_weights_s, idle_s).
@@ -40,7 +40,6 @@ class FinalFacts:
     queued: int
     restarts_unasked: int
     lag_histogram: Mapping[int, int] = field(default_factory=dict)
-    engine_busy_s: float = 0.0
     max_staleness: int = 0
     logprob_gap_mean: float = 0.0
     eval_before: Sequence[float] | None = None
@@ -76,7 +75,7 @@ def build_summary(records: Sequence[Mapping[str, float]], facts: FinalFacts, *, 
         "logprob_gap_max": max([*gaps, facts.logprob_gap_max]),
         "logprob_gap_mean": facts.logprob_gap_mean,
         "lag_histogram": {str(lag): facts.lag_histogram[lag] for lag in sorted(facts.lag_histogram)},
-        "overhead_ms_per_step": overhead_ms_per_step(records, facts),
+        "overhead_ms_per_step": overhead_ms_per_step(records, facts.max_staleness),
         "eval_before": statistics.fmean(before) if before else None,
         "eval_after": statistics.fmean(after) if after else None,
         "eval_gain_lower95": gain,
@@ -85,32 +84,23 @@ def build_summary(records: Sequence[Mapping[str, float]], facts: FinalFacts, *, 
     }
 
 
-def overhead_ms_per_step(records: Sequence[Mapping[str, float]], facts: FinalFacts) -> float | None:
-    """Median over the steps after the warm-up of the step time that computing does not explain, in ms.
+def overhead_ms_per_step(records: Sequence[Mapping[str, float]], max_staleness: int) -> float | None:
+    """Step time that computing does not explain, in ms: the median over windows of steps after the warm-up.
 
-    A record's own `overhead_ms` is taken where it has one; else see `overhead_ms`. None without steps that
-    carry either.
+    Of a window the means count: step_s less what a step needs, which is train_compute_s plus engine_busy_s
+    on-policy, and the longer of the two otherwise. Engines report once per heartbeat, so a single step's
+    engine_busy_s may belong to its neighbour. None without a step that carries all three.
     """
-    engine_s = facts.engine_busy_s / len(records) if records else 0.0
-    kept = records[math.ceil(WARM_UP_SHARE * len(records)) :] or records
-    values = [
-        record["overhead_ms"] if "overhead_ms" in record else overhead_ms(record, engine_s, facts.max_staleness)
-        for record in kept
-        if "overhead_ms" in record or ("step_s" in record and "train_compute_s" in record)
-    ]
+    keys = ("step_s", "train_compute_s", "engine_busy_s")
+    timed = [record for record in records[math.ceil(WARM_UP_SHARE * len(records)) :] if all(k in record for k in keys)]
+    windows = [timed[start : start + OVERHEAD_WINDOW] for start in range(0, len(timed), OVERHEAD_WINDOW)]
+    if len(windows) > 1 and len(windows[-1]) < OVERHEAD_WINDOW:
+        windows.pop()
+    values = []
+    for window in windows:
+        step_s, train_s, engine_s = (statistics.fmean(record[key] for record in window) for key in keys)
+        values.append((step_s - (train_s + engine_s if max_staleness == 0 else max(train_s, engine_s))) * 1e3)
     return statistics.median(values) if values else None
-
-
-def overhead_ms(record: Mapping[str, float], engine_busy_s: float, max_staleness: int) -> float:
-    """step_s less what the step needs: training plus generation on-policy, the longer of the two otherwise.
-
-    `engine_busy_s` is the engines' mean time per step, used where the record has none of its own. Noise in
-    a mean can make the result slightly negative.
-    """
-    engine_s = record.get("engine_busy_s", engine_busy_s)
-    train_s = record["train_compute_s"]
-    needed_s = train_s + engine_s if max_staleness == 0 else max(train_s, engine_s)
-    return (record["step_s"] - needed_s) * 1e3
 
 
 def paired_bootstrap_lower95(before: Sequence[float], after: Sequence[float], seed: int) -> float:

@@ -258,6 +258,7 @@ class TrainingLoop:
             "lr": result.lr,
             "step_s": step_s,
             "train_compute_s": result.compute_s,
+            "trainer_utilisation": result.compute_s / step_s,
             "publish_s": publish_s,
             "wait_data_s": max(0.0, step_s - result.compute_s - publish_s),
             "tokens_per_s": samples.response_tokens / step_s,

@@ -64,6 +64,7 @@ class RunBook:
     gap_mean: float = 0.0
     evals: dict[str, EvalReport] = field(default_factory=dict)
     asked_restarts: int = 0
+    _engine_busy_s: float = 0.0
 
     def expected_roles(self) -> list[str]:
         roles = [names.DCS, names.ROLLOUT, names.REWARD, names.ACTOR]
@@ -190,4 +191,7 @@ class RunBook:
             joined[name] = float(bus.get(name, 0))
         joined["bus_rows"] = float(bus.get("rows", 0))
         joined["bus_bytes"] = float(bus.get("bytes", 0))
+        busy_s = self.instance_means("busy_s")
+        joined["engine_busy_s"] = max(0.0, busy_s - self._engine_busy_s)  # a restarted engine counts from 0
+        self._engine_busy_s = busy_s
         return joined

@@ -43,7 +43,6 @@ def final_facts(book: RunBook, stats: BusStats | None, wall_s: float) -> FinalFa
         queued=account.queued if account else 0,
         restarts_unasked=book.restarts(),
         lag_histogram=dict(sorted(lags.items())),
-        engine_busy_s=book.instance_means("busy_s"),
         max_staleness=book.args.run.max_staleness,
         eval_before=before.accuracy if before else None,
         eval_after=after.accuracy if after else None,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from relax.cli.run import Outcome
+import psutil
+
+from relax.cli.run import ControlClient, Outcome
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "deploy" / "tiny_cpu.yaml"
@@ -51,3 +57,93 @@ def kill_once(condition: Callable[[dict[str, Any]], bool], role: str) -> Callabl
                 done.append(view["pid"])
 
     return during
+
+
+class RunCommand:
+    """`relax run` in a process of its own, with what it started and where it wrote."""
+
+    def __init__(self, base: Path, overrides: list[str]):
+        self.folder = base / "run"
+        self.shm = base / "shm"
+        self.shm.mkdir()
+        settings = [*overrides, f"run.run_dir={self.folder}", f"dcs.shm_dir={self.shm}"]
+        arguments = [argument for setting in settings for argument in ("--set", setting)]
+        self._log = base / "output.txt"
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "relax.cli.main", "run", str(TINY), *arguments],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=base,
+            )
+        self._seen: set[psutil.Process] = set()
+        self._ray_folder: str | None = None
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return loaded
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+    def running(self) -> bool:
+        """Also notes what the command has started so far."""
+        if self.process.poll() is not None:
+            return False
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._seen |= set(psutil.Process(self.process.pid).children(recursive=True))
+        return True
+
+    def status(self) -> dict[str, Any] | None:
+        info = self._run_json()
+        return ControlClient(info["url"]).status(5.0) if info else None
+
+    def _run_json(self) -> dict[str, Any] | None:
+        try:
+            info: dict[str, Any] = json.loads((self.folder / "run.json").read_text())
+        except (FileNotFoundError, json.JSONDecodeError):
+            return None  # not there yet, or being written
+        self._ray_folder = info["ray_folder"]
+        return info
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], deadline_s: float = 180.0) -> None:
+        self._wait(lambda: (status := self.status()) is not None and condition(status), deadline_s)
+
+    def wait_for_output(self, text: str, deadline_s: float = 120.0) -> None:
+        self._wait(lambda: text in self.output and self._run_json() is not None, deadline_s)
+
+    def _wait(self, condition: Callable[[], bool], deadline_s: float) -> None:
+        end = time.monotonic() + deadline_s
+        while not condition():
+            assert self.running(), f"ended with {self.exit_code}:\n{self.output}"
+            assert time.monotonic() < end, f"no such state within {deadline_s:g} s:\n{self.output}"
+            time.sleep(0.2)
+
+    def left_behind(self) -> list[str]:
+        """Processes, Ray's folder and shared memory of the ended command."""
+        assert self._seen and self._ray_folder is not None
+        alive = [f"process {p.pid}" for p in psutil.wait_procs(self._seen, timeout=10.0)[1]]
+        folders = [self._ray_folder] if Path(self._ray_folder).exists() else []
+        return alive + folders + [str(path) for path in self.shm.iterdir()]
+
+    def end(self) -> None:
+        """Whatever the test came to: nothing of it stays."""
+        if self.running():
+            self.process.send_signal(signal.SIGINT)
+            try:
+                self.process.wait(120)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10)
+        for process in self._seen:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()

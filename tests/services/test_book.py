@@ -77,6 +77,15 @@ def test_a_repeated_step_report_is_ignored(book: RunBook) -> None:
     assert book.record_step({"step": 1.0}) and not book.record_step({"step": 1.0}) and book.record_step({"step": 2.0})
 
 
+def test_a_step_carries_the_engine_time_since_the_one_before_also_over_an_engine_restart(book: RunBook) -> None:
+    def at(first: float, second: float) -> float:
+        book.record_beat(beat("instance", instance="rollout-0", facts={"busy_s": first}), 1.0)
+        book.record_beat(beat("instance", instance="rollout-1", facts={"busy_s": second}), 1.0)
+        return book.complete_record({"step": 1.0}, {})["engine_busy_s"]
+
+    assert [at(1.0, 3.0), at(2.0, 4.0), at(0.0, 4.0), at(1.0, 4.0)] == [2.0, 1.0, 0.0, 0.5]
+
+
 def test_a_gap_above_the_limit_ends_the_run_with_both_numbers(book: RunBook) -> None:
     """behaviour: B8"""
     book.record_adoption(adoption(0.5))

@@ -9,7 +9,6 @@ from relax.telemetry.summary import (
     FinalFacts,
     build_summary,
     check_expectations,
-    overhead_ms,
     overhead_ms_per_step,
     paired_bootstrap_lower95,
 )
@@ -59,25 +58,29 @@ def test_the_largest_gap_of_steps_and_adoptions_counts() -> None:
     assert build_summary([], FACTS, seed=1)["logprob_gap_max"] == 2e-6
 
 
+def timed(step_s: float, train_s: float, engine_s: float) -> dict[str, float]:
+    return {"step_s": step_s, "train_compute_s": train_s, "engine_busy_s": engine_s}
+
+
 def test_overhead_is_what_training_and_generation_do_not_explain() -> None:
-    record = {"step_s": 1.0, "train_compute_s": 0.4}
-    assert overhead_ms(record, 0.5, max_staleness=0) == pytest.approx(100)
-    assert overhead_ms(record, 0.5, max_staleness=1) == pytest.approx(500)
-    assert overhead_ms(record, 0.2, max_staleness=1) == pytest.approx(600)
-    assert overhead_ms({**record, "engine_busy_s": 0.6}, 0.5, max_staleness=0) == pytest.approx(0)
+    steps = [timed(1.0, 0.4, 0.5)] * 10
+    assert overhead_ms_per_step(steps, max_staleness=0) == pytest.approx(100)
+    assert overhead_ms_per_step(steps, max_staleness=1) == pytest.approx(500)
+    assert overhead_ms_per_step([timed(1.0, 0.4, 0.2)] * 10, max_staleness=1) == pytest.approx(600)
+    assert overhead_ms_per_step([], 1) is None
+    assert overhead_ms_per_step([{"step": 1.0}], 1) is None
 
 
-def test_overhead_is_the_median_after_the_first_fifth() -> None:
-    steps = [{"overhead_ms": value} for value in (900.0, 800.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 500.0)]
-    assert overhead_ms_per_step(steps, FACTS) == pytest.approx(4.5)
-    assert overhead_ms_per_step([], FACTS) is None
-    assert overhead_ms_per_step([{"step": 1.0}], FACTS) is None
+def test_overhead_does_not_mind_to_which_step_of_a_window_the_engine_time_was_booked() -> None:
+    steps = [timed(1.0, 0.25, 0.0), timed(1.0, 0.25, 1.5)] * 10
+    assert overhead_ms_per_step(steps, max_staleness=1) == pytest.approx(250)
 
 
-def test_overhead_of_a_run_uses_the_mean_engine_time_per_step() -> None:
-    steps = [{"step_s": 1.0, "train_compute_s": 0.25}] * 10
-    facts = dataclasses.replace(FACTS, engine_busy_s=5.0)
-    assert build_summary(steps, facts, seed=1)["overhead_ms_per_step"] == pytest.approx(250)
+def test_overhead_leaves_the_warm_up_out_and_one_slow_stretch_does_not_count() -> None:
+    slow, usual = timed(9.0, 0.0, 0.0), timed(0.5, 0.2, 0.1)
+    steps = [slow] * 10 + [usual] * 20 + [slow] * 10 + [usual] * 10
+    assert overhead_ms_per_step(steps, max_staleness=0) == pytest.approx(200)
+    assert build_summary(steps, FACTS, seed=1)["overhead_ms_per_step"] == overhead_ms_per_step(steps, 0)
 
 
 def test_the_bootstrap_of_a_constant_gain_is_that_gain() -> None:
