@@ -133,6 +133,13 @@ class BusClient:
         """
         return await self._loop.run(self._core.ack(lease_id, row_ids, tags))
 
+    async def commit_step(self, lease_ids: Sequence[str], *, version: PolicyVersion, step: int) -> AckResult:
+        """A published step: its leases end, their groups count as trained, its version is the newest.
+
+        All at once, or nothing: LeaseLost when one of the leases is gone, BusError when the version fell.
+        """
+        return await self._loop.run(self._core.commit_step(lease_ids, version, step))
+
     async def release(self, lease_id: str, reason: str, row_ids: Sequence[str] | None = None) -> int:
         """Hand the lease back. Any reason but DRAIN counts as one delivery of its items."""
         return await self._loop.run(self._core.release(lease_id, reason, row_ids))
@@ -238,6 +245,9 @@ class SyncBusClient:
 
     def ack(self, lease_id: str, row_ids: Sequence[str] | None = None, tags: Tags | None = None) -> AckResult:
         return self._call(self._core.ack(lease_id, row_ids, tags))
+
+    def commit_step(self, lease_ids: Sequence[str], *, version: PolicyVersion, step: int) -> AckResult:
+        return self._call(self._core.commit_step(lease_ids, version, step))
 
     def release(self, lease_id: str, reason: str, row_ids: Sequence[str] | None = None) -> int:
         return self._call(self._core.release(lease_id, reason, row_ids))

@@ -217,6 +217,12 @@ class Core:
             self._unkeep(lease_id)
         return result
 
+    async def commit_step(self, lease_ids: Sequence[str], version: int, step: int) -> AckResult:
+        result = await self.ask(AckResult, "commit_step", tuple(lease_ids), version, step)
+        for lease_id in lease_ids:
+            self._unkeep(lease_id)
+        return result
+
     async def release(self, lease_id: str, reason: str, row_ids: Sequence[str] | None) -> int:
         items = None if row_ids is None else tuple(row_ids)
         if items is None:

@@ -169,6 +169,11 @@ class BusEngine(_Controller):  # type: ignore[misc]
     ) -> AckResult | BusError:
         return self._call(caller, lambda now: self._index.ack(caller, lease_id, items, step, now))
 
+    async def commit_step(
+        self, caller: Caller, lease_ids: tuple[str, ...], version: int, step: int
+    ) -> AckResult | BusError:
+        return self._call(caller, lambda now: self._index.commit_step(caller, lease_ids, version, step, now))
+
     async def release(
         self, caller: Caller, lease_id: str, items: tuple[str, ...] | None, reason: str
     ) -> int | BusError:

@@ -129,6 +129,14 @@ class Index:
         self._enter(caller, now)
         return self._leases.release(caller, lease_id, items, reason)
 
+    def commit_step(self, caller: Caller, lease_ids: tuple[str, ...], version: int, step: int, now: float) -> AckResult:
+        """A published step: its groups count as trained and its version is the newest, at once or not at all."""
+        self._enter(caller, now)
+        self._check_version(version)
+        result = self._leases.ack_step(caller, lease_ids, step)
+        self._set_version(version, step)
+        return result
+
     # -- the manager's calls -----------------------------------------------------------------
 
     def judge(self, caller: Caller, verdicts: tuple[Verdict, ...], now: float) -> int:
@@ -161,8 +169,14 @@ class Index:
     def set_version(self, caller: Caller, version: int, step: int, now: float) -> None:
         """The newest published version and its step. Versions never fall; BusError if one does."""
         self._enter(caller, now)
+        self._check_version(version)
+        self._set_version(version, step)
+
+    def _check_version(self, version: int) -> None:
         if version < self.state.version:
             raise BusError(f"version {version} after {self.state.version}: versions only grow")
+
+    def _set_version(self, version: int, step: int) -> None:
         self.state.version, self.state.step = version, step
         self.state.steps_of[version] = step
         self.state.woken.add("actor")

@@ -221,6 +221,17 @@ class Leases:
         self._s.counters["acked"] += len(chosen) - len(void)
         return AckResult(len(chosen) - len(void), tuple(void), self._s.budget.retained_over)
 
+    def ack_step(self, caller: Caller, lease_ids: tuple[str, ...], step: int) -> AckResult:
+        """End the actor's leases of one step together: all of them, or none when one is lost."""
+        for lease_id in lease_ids:
+            self.owned(caller, lease_id)
+        results = [self.ack(caller, lease_id, None, step) for lease_id in lease_ids]
+        return AckResult(
+            sum(result.acked for result in results),
+            tuple(item for result in results for item in result.void),
+            self._s.budget.retained_over,
+        )
+
     def release(self, caller: Caller, lease_id: str, items: tuple[str, ...] | None, reason: str) -> int:
         """Hand items back. Returns how many. Other reasons than `drain` count as a delivery."""
         lease = self.owned(caller, lease_id)

@@ -1,10 +1,10 @@
-"""The training loop: lease complete groups, train, publish, acknowledge.
+"""The training loop: lease complete groups, train, publish, commit.
 
     step v:  lease groups ─┬─ micro-batches → forward/backward (streamed)
                            └─ leases stay held until the step has committed
-             optimizer step → publish v+1 (DCS commits) → acknowledge → set_version
+             optimizer step → publish v+1 (DCS commits) → commit in the bus (leases end, version v+1)
 
-A crash anywhere before the acknowledgement discards the gradients; the leases expire and the groups are
+A crash anywhere before the commit discards the gradients; the leases expire and the groups are
 delivered again. Runs in a thread of its own; calls to bus and services go through the replica's event loop.
 """
 
@@ -138,14 +138,12 @@ class TrainingLoop:
             self._publish(version)
             publish_s = time.monotonic() - publish_begin
         self.step, self.version = self.step + 1, version
-        self.wait(self.bus.set_version(self.version, self.step))
-        over_budget = False
-        for lease in leases:
-            over_budget |= self.wait(self.bus.ack(lease.lease_id, tags={"step": self.step})).retained_over_budget
+        leased = [lease.lease_id for lease in leases]
+        committed = self.wait(self.bus.commit_step(leased, version=self.version, step=self.step))
         self.lags.update(samples.lags)
         self._send_record(samples, result, time.monotonic() - begin, publish_s)
         due = self.args.actor.checkpoint_every and self.step % self.args.actor.checkpoint_every == 0
-        if (due or over_budget) and self.step < self.args.run.steps:
+        if (due or committed.retained_over_budget) and self.step < self.args.run.steps:
             self._checkpoint()
         return True
 

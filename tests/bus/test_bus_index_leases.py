@@ -304,6 +304,29 @@ def test_a_group_that_the_actor_holds_cannot_be_dropped() -> None:
     assert d.ack("actor", batch.lease_id, step=1).acked == 1
 
 
+def test_a_step_is_committed_with_all_its_leases_and_its_version_or_not_at_all() -> None:
+    """behaviour: B16"""
+    d = Driver()
+    for position, group in enumerate(("g0", "g1")):
+        d.ready_group(group, position)
+    lost = d.granted("actor", max_items=1)
+    d.now = 5.0
+    held = d.granted("actor", max_items=1)
+    d.now = 10.0
+    actor = d.callers["actor"]
+    with pytest.raises(LeaseLost):
+        d.index.commit_step(actor, (held.lease_id, lost.lease_id), 1, 1, d.now)
+    assert d.index.account().trained == 0 and d.index.state.version == 0
+    again = d.granted("actor", max_items=1)
+    with pytest.raises(BusError, match="versions only grow"):
+        d.index.commit_step(actor, (held.lease_id, again.lease_id), -1, 1, d.now)
+    assert d.index.account().trained == 0
+    assert d.index.commit_step(actor, (held.lease_id, again.lease_id), 1, 1, d.now).acked == 2
+    assert d.index.account().trained == 4 and d.index.state.version == 1
+    trained = [e for e in d.index.events(d.callers["manager"], 0, d.now) if e.kind is EventKind.TRAINED]
+    assert [event.step for event in trained] == [1, 1]
+
+
 def test_closed_is_another_answer_than_empty() -> None:
     """behaviour: B17"""
     d = Driver()
