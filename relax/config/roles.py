@@ -149,6 +149,8 @@ class RewardConfig(StrictModel):
 
     parts: Annotated[tuple[RewardPart, ...], Field(min_length=1)]
     """The reward is the weighted sum; the first part's value is the raw accuracy that filters read."""
+    rows_per_lease: Annotated[int, Field(ge=1)] = 256
+    """Rows taken from the bus at once: what is ready, up to this."""
     workers: Annotated[int, Field(ge=1)] = 1
     """Killable worker processes."""
     timeout_s: Annotated[float, Field(gt=0)] = 5.0
@@ -175,7 +177,7 @@ class RefConfig(StrictModel):
     share_prompts: bool = True
     """Compute a prompt once for all its samples in a micro-batch. The numbers stay the same up to rounding."""
     rows_per_lease: Annotated[int, Field(ge=1)] = 64
-    """Rows taken from the bus at once."""
+    """Rows taken from the bus at once: what is ready, up to this."""
 
 
 class OptimConfig(StrictModel):

@@ -24,7 +24,8 @@ from services.reward.api import ScoreReply, ScoreRequest
 from services.rollout.evaluation import PART_TAG
 from services.runtime import RoleReporter, call, run_folder_path
 
-ROWS_PER_LEASE = 64
+PUT_EVERY_S = 0.5
+"""Rewards that are slower than this do not hold back those that are ready."""
 PUT_DEADLINE_S = 60.0
 FIELDS = ("prompt", "tokens", "loss_mask", "versions", "finish_reason")
 PRODUCES = ("reward", "accuracy", "reward_parts", "reward_state")
@@ -71,7 +72,8 @@ class Reward:
         )
 
     async def _loop(self) -> None:
-        request = LeaseRequest(task="reward", fields=FIELDS, max_items=ROWS_PER_LEASE, produces=PRODUCES)
+        rows = self.args.reward.rows_per_lease
+        request = LeaseRequest(task="reward", fields=FIELDS, max_items=rows, produces=PRODUCES)
         await consume(self.bus, request, self.reporter, self._score_lease)
         if self._reporting is not None:
             await self._reporting
@@ -80,17 +82,11 @@ class Reward:
     async def _score_lease(self, lease: Lease) -> None:
         texts = [self.tokenizer.decode(row.array("tokens")[row.array("loss_mask")]) for row in lease.rows]
         prompts = [Prompt.from_json(row.json("prompt")) for row in lease.rows]
-        results = await asyncio.gather(
-            *(
-                self.pool.score(
-                    RewardRequest.of(
-                        prompt, text, FinishReason(row.json("finish_reason")), int(row.array("loss_mask").sum())
-                    )
-                )
-                for row, text, prompt in zip(lease.rows, texts, prompts, strict=True)
-            )
-        )
-        await self._store(lease, results)
+        requests = [
+            RewardRequest.of(prompt, text, FinishReason(row.json("finish_reason")), int(row.array("loss_mask").sum()))
+            for row, text, prompt in zip(lease.rows, texts, prompts, strict=True)
+        ]
+        results = await self._score_and_store(lease, requests)
         samples = [
             self._sample(row, text, prompt, result)
             for row, text, prompt, result in zip(lease.rows, texts, prompts, results, strict=True)
@@ -100,10 +96,24 @@ class Reward:
             await self._reporting  # in order, and never more than one behind
         self._reporting = asyncio.create_task(call(names.CONTROLLER, "report_samples", samples))
 
-    async def _store(self, lease: Lease, results: list[RewardResult]) -> None:
+    async def _score_and_store(self, lease: Lease, requests: list[RewardRequest]) -> list[RewardResult]:
+        """The results in the order of the rows; each is in the bus at most `PUT_EVERY_S` after it came."""
+        tasks = [asyncio.create_task(self.pool.score(request)) for request in requests]
+        row_of = dict(zip(tasks, lease.rows, strict=True))
+        pending = set(tasks)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(pending, timeout=PUT_EVERY_S)
+                await self._store(lease, [(row_of[task], task.result()) for task in tasks if task in done])
+        finally:
+            for task in pending:
+                task.cancel()
+        return [task.result() for task in tasks]
+
+    async def _store(self, lease: Lease, results: list[tuple[Row, RewardResult]]) -> None:
         """A number becomes fields; a failure under `exclude` ends the member with its reason (B20)."""
         puts: list[RowPut] = []
-        for row, result in zip(lease.rows, results, strict=True):
+        for row, result in results:
             settled = settle(result, self.args.reward.on_failure, self.args.reward.failure_reward)
             if settled.excluded is not None:
                 await self.bus.tombstone(row.group_id, row.k, settled.excluded, lease_id=lease.lease_id)
