@@ -119,6 +119,9 @@ class PrivateRay:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(token_file),
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Nobody reads the task table and the event statistics of a private Ray, and each call pays for them.
+            "RAY_task_events_report_interval_ms": "0",
+            "RAY_event_stats": "0",
             "AUTOSCALER_METRIC_PORT": str(auto),
             "DASHBOARD_METRIC_PORT": str(dash_metrics),
             "OMP_NUM_THREADS": "1",
