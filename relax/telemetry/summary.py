@@ -25,9 +25,9 @@ class FinalFacts:
     """What the steps' records do not say.
 
     `produced` to `queued` count samples on one snapshot. `logprob_gap_mean`: the largest mean over the
-    probe of any adoption. `eval_before`, `eval_after`: accuracy of each
-    held-out prompt in the same order, None without evaluation. `role_time`: role -> seconds by kind
-    (work_s, wait_data_s, wait_weights_s, idle_s).
+    probe of any adoption. `checkpoint_error`: of the last checkpoint that failed. `eval_before`, `eval_after`:
+    accuracy of each held-out prompt in the same order, None without evaluation. `role_time`: role ->
+    seconds by kind (work_s, wait_data_s, wait_weights_s, idle_s).
     """
 
     wall_s: float
@@ -42,6 +42,8 @@ class FinalFacts:
     lag_histogram: Mapping[int, int] = field(default_factory=dict)
     max_staleness: int = 0
     logprob_gap_mean: float = 0.0
+    checkpoints_failed: int = 0
+    checkpoint_error: str | None = None
     eval_before: Sequence[float] | None = None
     eval_after: Sequence[float] | None = None
     eval_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -74,6 +76,8 @@ def build_summary(records: Sequence[Mapping[str, float]], facts: FinalFacts, *, 
         "restarts_unasked": facts.restarts_unasked,
         "logprob_gap_max": max([*gaps, facts.logprob_gap_max]),
         "logprob_gap_mean": facts.logprob_gap_mean,
+        "checkpoints_failed": facts.checkpoints_failed,
+        "checkpoint_error": facts.checkpoint_error,
         "lag_histogram": {str(lag): facts.lag_histogram[lag] for lag in sorted(facts.lag_histogram)},
         "overhead_ms_per_step": overhead_ms_per_step(records, facts.max_staleness),
         "eval_before": statistics.fmean(before) if before else None,
@@ -122,8 +126,8 @@ def paired_bootstrap_lower95(before: Sequence[float], after: Sequence[float], se
 def check_expectations(summary: Mapping[str, Json], expect: ExpectConfig) -> list[str]:
     """What the run broke, a sentence each; empty is good.
 
-    The account (produced = trained + dropped + queued), unasked restarts, the digests and at least one
-    trained step are checked whatever is configured.
+    The account (produced = trained + dropped + queued), unasked restarts, the digests, saved checkpoints and at
+    least one trained step are checked whatever is configured.
     """
     problems = []
     if summary["steps"] == 0:
@@ -138,6 +142,8 @@ def check_expectations(summary: Mapping[str, Json], expect: ExpectConfig) -> lis
         problems.append(f"replicas restarted unasked: {summary['restarts_unasked']}")
     if not summary["digest_ok"]:
         problems.append("an engine's weight digest differs from the trainer's, or no engine reported one")
+    if summary["checkpoints_failed"] != 0:
+        problems.append(f"checkpoints not saved: {summary['checkpoints_failed']}; {summary['checkpoint_error']}")
     for key, bound, at_least in (
         ("reward_first", expect.reward_first_max, False),
         ("reward_last", expect.reward_last_min, True),

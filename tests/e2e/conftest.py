@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,13 +30,19 @@ def ray_cluster() -> Iterator[PrivateRay]:
 
 @pytest.fixture
 def run(ray_cluster: PrivateRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    """run(*overrides, during=f): f(status) is called at each poll while the run lasts."""
+    """run(*overrides, during=f, prepare=g): f(status) at each poll, g(run folder) before anything starts."""
 
-    def start(*overrides: str, during: Callable[[dict[str, Any]], None] | None = None) -> Finished:
+    def start(
+        *overrides: str,
+        during: Callable[[dict[str, Any]], None] | None = None,
+        prepare: Callable[[Path], None] | None = None,
+    ) -> Finished:
         folder = tmp_path / "run"
         settings = [*EASY, f"run.run_dir={folder}", "controller.expect={}", *overrides]
         file = load_run_file(TINY, settings)
         prepare_run_dir(folder, overwrite=True)
+        if prepare is not None:
+            prepare(folder)
         seen: list[dict[str, Any]] = []
         real_status = ControlClient.status
 
@@ -57,3 +65,20 @@ def run(ray_cluster: PrivateRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return Finished(outcome, folder, seen)
 
     return start
+
+
+@pytest.fixture
+def mount_small_disk() -> Iterator[Callable[[Path], None]]:
+    """mount(folder): a file system of 256 KiB there."""
+    mounted: list[Path] = []
+
+    def mount(folder: Path) -> None:
+        folder.mkdir(parents=True)
+        command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, timeout=10).returncode != 0:
+            pytest.skip("mounting a tmpfs needs root")
+        mounted.append(folder)
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "-l", str(folder)], check=True, timeout=10)

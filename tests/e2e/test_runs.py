@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ def test_an_unasked_restart_is_counted_and_breaks_the_acceptance(run: Runner) ->
     assert done.summary["restarts_unasked"] == 1
     assert any("restart" in violation for violation in done.outcome.violations)
     assert done.summary["produced"] == done.summary["trained"] + done.summary["dropped"] + done.summary["queued"]
+
+
+@pytest.mark.slow
+def test_a_full_disk_at_a_checkpoint_is_told_and_training_goes_on(
+    run: Runner, mount_small_disk: Callable[[Path], None]
+) -> None:
+    """behaviour: B47"""
+    done = run(
+        "run.steps=6", "actor.checkpoint_every=2", prepare=lambda folder: mount_small_disk(folder / "checkpoints")
+    )
+    assert done.outcome.state == "finished", done.outcome.reason
+    assert done.summary["steps"] == 6 and done.summary["checkpoints_failed"] == 3
+    assert any("checkpoints not saved: 3" in violation for violation in done.outcome.violations)
 
 
 @pytest.mark.slow

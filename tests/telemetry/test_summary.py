@@ -130,10 +130,11 @@ def test_a_good_run_breaks_nothing() -> None:
         ({"restarts_unasked": 1}, "restarted unasked: 1"),
         ({"digest_ok": False}, "digest"),
         ({"steps": 0}, "no step was trained"),
+        ({"checkpoints_failed": 2, "checkpoint_error": "disk full"}, "checkpoints not saved: 2; disk full"),
     ],
 )
 def test_account_restarts_digests_and_steps_are_always_checked(changes: dict[str, Any], said: str) -> None:
-    """behaviour: B2 B14 B16 B34"""
+    """behaviour: B2 B14 B16 B34 B47"""
     (problem,) = check_expectations(good(**changes), ExpectConfig())
     assert said in problem
 
