@@ -21,10 +21,6 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 import ray
-import transfer_queue.controller as tq_controller
-import transfer_queue.storage.simple_storage as tq_storage
-from transfer_queue.sampler import SequentialSampler
-from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, ZMQServerInfo
 
 from bus import errors
 from bus.errors import BusError, BusUnavailable, StaleEpoch
@@ -45,6 +41,9 @@ from bus.records import (
     Verdict,
     Welcome,
 )
+from bus.tq import SequentialSampler, ZMQMessage, ZMQRequestType, ZMQServerInfo
+from bus.tq import controller as tq_controller
+from bus.tq import simple_storage as tq_storage
 
 _Controller: Any = tq_controller.TransferQueueController.__ray_metadata__.modified_class
 _StorageUnit: Any = tq_storage.SimpleStorageUnit.__ray_metadata__.modified_class

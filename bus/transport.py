@@ -15,12 +15,18 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from transfer_queue.storage.managers.simple_storage_manager import AsyncSimpleStorageManager, StorageUnitTimeout
-from transfer_queue.storage.simple_storage import StorageKeyNotFoundError
-from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType, ZMQServerInfo, ZMQSocketPool
 
 from bus.codec import Blob
 from bus.errors import BusTimeout, BusUnavailable, CorruptRow
+from bus.tq import (
+    AsyncSimpleStorageManager,
+    StorageKeyNotFoundError,
+    StorageUnitTimeout,
+    ZMQMessage,
+    ZMQRequestType,
+    ZMQServerInfo,
+    ZMQSocketPool,
+)
 
 
 class BlobStore(AsyncSimpleStorageManager):  # type: ignore[misc]

@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from relax.config.run import ModelConfig
 from relax.types import Json, ModelError
@@ -133,6 +132,9 @@ def _build_tiny(spec: dict[str, Json], folder: Path) -> None:
     vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *spec["alphabet"]))}
     heads, hidden = spec["heads"], spec["hidden_size"]
     pad, bos, eos = range(len(SPECIAL_TOKENS))
+    # Here, and not above: a process that only checks a folder need not load transformers' models.
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     config = Qwen3Config(
         vocab_size=len(vocabulary),
         hidden_size=hidden,
@@ -143,7 +145,7 @@ def _build_tiny(spec: dict[str, Json], folder: Path) -> None:
         head_dim=hidden // heads,
         max_position_embeddings=MAX_POSITIONS,
         initializer_range=hidden**-0.5,
-        **_rope(),
+        **_rope(Qwen3Config),
         tie_word_embeddings=True,
         pad_token_id=pad,
         bos_token_id=bos,
@@ -157,9 +159,9 @@ def _build_tiny(spec: dict[str, Json], folder: Path) -> None:
     (folder / SPEC_FILE).write_text(json.dumps(spec, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _rope() -> dict[str, Any]:
+def _rope(config_class: type) -> dict[str, Any]:
     """The keyword of the rotary base in this transformers: 5.x has `rope_parameters`, 4.x `rope_theta`."""
-    if "rope_parameters" in inspect.signature(Qwen3Config.__init__).parameters:
+    if "rope_parameters" in inspect.signature(config_class).parameters:
         return {"rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA}}
     return {"rope_theta": ROPE_THETA}
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from relax.config.roles import EngineConfig
 from relax.data.tokenizer import Tokenizer
@@ -30,6 +30,9 @@ from relax.types import FloatArray, IntArray, ModelError, PolicyVersion, Samplin
 from relax.weights.digest import tensors_digest
 from relax.weights.manifest import WeightsError
 from relax.weights.store import ReadableVersion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # the manager imports this module and loads no model
 
 logger = logging.getLogger(__name__)
 
@@ -403,6 +406,8 @@ def load_engine(
     trust_remote_code: bool = False,
 ) -> EmbeddedEngine:
     """An engine over a Hugging Face folder, not started. Raises `ModelError` if the folder cannot be used."""
+    from transformers import AutoModelForCausalLM
+
     torch.set_num_threads(threads)
     tokenizer = Tokenizer.load(Path(model_folder), trust_remote_code=trust_remote_code)
     try:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from relax.engines.kv_cache import SlotKVCache
 from relax.types import FloatArray, IntArray, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class ModelRunner:
