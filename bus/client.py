@@ -106,13 +106,19 @@ class BusClient:
         """
         return await self._loop.run(self._core.admit(groups, deadline_s))
 
-    async def put(self, rows: Sequence[RowPut], *, lease_id: str | None, deadline_s: float) -> PutResult:
+    async def put(
+        self, rows: Sequence[RowPut], *, lease_id: str | None, deadline_s: float, ack: bool = False
+    ) -> PutResult:
         """Put fields of rows: visible when this returns. First write wins per (row, field).
+
+        ack: in the same commit, acknowledge the lease's items of these rows that miss nothing more
+        (for rollout: groups whose members all have a row or a tombstone). It saves the call of `ack`,
+        which then answers at once.
 
         Raises SchemaError before anything is sent, LeaseLost or Fenced when the right to write is
         gone, BusFull (without a lease only), BusTimeout, BusUnavailable.
         """
-        return await self._loop.run(self._core.put(rows, lease_id, deadline_s))
+        return await self._loop.run(self._core.put(rows, lease_id, ack, deadline_s))
 
     async def tombstone(self, group_id: str, k: int, reason: str, *, lease_id: str | None) -> bool:
         """Member k ends without a (further) row. False if it had ended already."""
@@ -231,8 +237,8 @@ class SyncBusClient:
     def admit(self, groups: Sequence[GroupAdmission], deadline_s: float) -> AdmitResult:
         return self._call(self._core.admit(groups, deadline_s), deadline_s)
 
-    def put(self, rows: Sequence[RowPut], *, lease_id: str | None, deadline_s: float) -> PutResult:
-        return self._call(self._core.put(rows, lease_id, deadline_s), deadline_s)
+    def put(self, rows: Sequence[RowPut], *, lease_id: str | None, deadline_s: float, ack: bool = False) -> PutResult:
+        return self._call(self._core.put(rows, lease_id, ack, deadline_s), deadline_s)
 
     def tombstone(self, group_id: str, k: int, reason: str, *, lease_id: str | None) -> bool:
         return self._call(self._core.ask(bool, "tombstone", group_id, k, reason, lease_id))

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from bus.errors import CorruptRow
 from bus.records import Array, FieldValue
-from bus.schema import json_bytes
+from bus.schema import dtype_name, json_bytes
 
 Blob = npt.NDArray[np.uint8]
 
@@ -50,7 +50,8 @@ def encode_field(row_id: str, name: str, value: FieldValue) -> EncodedField:
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value)
         data = array.reshape(-1).view(np.uint8)
-        return EncodedField(name, value.dtype.name, value.shape, data, digest_of(value.dtype.name, value.shape, data))
+        dtype = dtype_name(value.dtype)
+        return EncodedField(name, dtype, value.shape, data, digest_of(dtype, value.shape, data))
     data = np.frombuffer(json_bytes(row_id, name, value), dtype=np.uint8)
     return EncodedField(name, None, (len(data),), data, digest_of(None, (len(data),), data))
 

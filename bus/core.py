@@ -59,6 +59,7 @@ class Core:
         self.caller = caller
         self.rpc_timeout_s = config.rpc_timeout_s
         self._kept: dict[str, asyncio.Task[None]] = {}
+        self._ended: set[str] = set()
         self._farewells: set[asyncio.Task[None]] = set()
 
     @classmethod
@@ -115,10 +116,12 @@ class Core:
             )
             check_row(group.group_id, PROMPTS, {"prompt": group.prompt})
             headers.append(_header(group.group_id, group.group_id, fields, {}, admission))
-        result = await self._write(headers, encoded, None, deadline_s)
+        result = await self._write(headers, encoded, None, False, deadline_s)
         return AdmitResult(result.stored, result.repeated, result.refused)
 
-    async def put(self, rows: Sequence[RowPut], lease_id: str | None, deadline_s: float) -> PutResult:
+    async def put(self, rows: Sequence[RowPut], lease_id: str | None, ack: bool, deadline_s: float) -> PutResult:
+        if ack and lease_id is None:
+            raise BusError("a put without a lease has nothing to acknowledge")
         headers, encoded = [], {}
         for row in rows:
             checked = check_row(row.row_id, SAMPLES, row.fields)
@@ -126,10 +129,19 @@ class Core:
             encoded[row.row_id] = fields
             tags = {**derived_tags(checked), **row.tags}
             headers.append(_header(row.row_id, row.group_id, fields, tags, None))
-        return await self._write(headers, encoded, lease_id, deadline_s)
+        result = await self._write(headers, encoded, lease_id, ack, deadline_s)
+        if result.ended and lease_id is not None:
+            self._unkeep(lease_id)
+            self._ended.add(lease_id)
+        return result
 
     async def _write(
-        self, headers: list[RowHeader], encoded: dict[str, list[EncodedField]], lease_id: str | None, deadline_s: float
+        self,
+        headers: list[RowHeader],
+        encoded: dict[str, list[EncodedField]],
+        lease_id: str | None,
+        ack: bool,
+        deadline_s: float,
     ) -> PutResult:
         """Plan, store, commit. Planned anew when the plan or the commit's answer is lost."""
         deadline = time.monotonic() + deadline_s
@@ -138,11 +150,11 @@ class Core:
             if left <= 0:
                 raise BusTimeout(f"put of {len(headers)} rows not committed within {deadline_s} s")
             put_id = uuid.uuid4().hex
-            plan = await self.call("plan_put", put_id, tuple(headers), lease_id, left, more_s=left)
+            plan = await self.call("plan_put", put_id, tuple(headers), lease_id, ack, left, more_s=left)
             if isinstance(plan, Empty):
                 raise BusFull(f"no room for {len(headers)} rows within {deadline_s} s")
             if not plan.rows:
-                return PutResult(0, plan.repeated, plan.refused)
+                return PutResult(0, plan.repeated, plan.refused, plan.ended)
             try:
                 return await self._store_and_commit(plan, encoded, deadline)
             except PutLost:
@@ -174,7 +186,8 @@ class Core:
             raise PutLost(str(error)) from error
         if "error" in answer:
             raise error_named(answer["error"], answer["message"])
-        return PutResult(answer["stored"], answer["repeated"], tuple((r[0], r[1]) for r in answer["refused"]))
+        refused = tuple((r[0], r[1]) for r in answer["refused"])
+        return PutResult(answer["stored"], answer["repeated"], refused, answer["ended"])
 
     # -- leases ------------------------------------------------------------------------------
 
@@ -210,6 +223,9 @@ class Core:
         task.add_done_callback(self._farewells.discard)
 
     async def ack(self, lease_id: str, row_ids: Sequence[str] | None, tags: Tags | None) -> AckResult:
+        if row_ids is None and lease_id in self._ended:  # by its last put
+            self._ended.discard(lease_id)
+            return AckResult(0)
         step = (tags or {}).get("step")
         items = None if row_ids is None else tuple(row_ids)
         result = await self.ask(AckResult, "ack", lease_id, items, None if step is None else int(step))
@@ -227,6 +243,7 @@ class Core:
         items = None if row_ids is None else tuple(row_ids)
         if items is None:
             self._unkeep(lease_id)
+            self._ended.discard(lease_id)
         return await self.ask(int, "release", lease_id, items, reason)
 
     async def give_up(self, lease_id: str, reason: str) -> None:

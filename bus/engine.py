@@ -132,10 +132,10 @@ class BusEngine(_Controller):  # type: ignore[misc]
         return Welcome(caller, self.zmq_server_info, self._store_infos)
 
     async def plan_put(
-        self, caller: Caller, put_id: str, rows: tuple[RowHeader, ...], lease_id: str | None, wait_s: float
+        self, caller: Caller, put_id: str, rows: tuple[RowHeader, ...], lease_id: str | None, ack: bool, wait_s: float
     ) -> PutPlan | Empty | BusError:
         def plan(now: float) -> PutPlan | Empty:
-            return self._index.plan_put(caller, put_id, rows, lease_id, now, self._allocate) or Empty("budget")
+            return self._index.plan_put(caller, put_id, rows, lease_id, ack, now, self._allocate) or Empty("budget")
 
         return await self._poll("space", wait_s, caller, plan)
 
@@ -283,7 +283,12 @@ class BusEngine(_Controller):  # type: ignore[misc]
         if isinstance(reply, BusError):
             answer = {"error": type(reply).__name__, "message": str(reply)}
         else:
-            answer = {"stored": reply.stored, "repeated": reply.repeated, "refused": [list(r) for r in reply.refused]}
+            answer = {
+                "stored": reply.stored,
+                "repeated": reply.repeated,
+                "refused": [list(r) for r in reply.refused],
+                "ended": reply.ended,
+            }
         return self._make_response(request_msg, ZMQRequestType.NOTIFY_DATA_UPDATE_ACK, answer)
 
     def _commit(self, caller: Caller, body: dict[str, Any], now: float) -> Any:

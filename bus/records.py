@@ -126,6 +126,7 @@ class PutPlan(NamedTuple):
     rows: tuple[PlannedRow, ...]
     repeated: int
     refused: tuple[tuple[str, str], ...]
+    ended: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +135,13 @@ class PutResult:
 
     `refused`: (row_id, reason) of each refused field or row; reasons are `digest` (another value
     is there), `terminal` (group or member already ended) and `closed`.
+    `ended`: the put acknowledged the last item of its lease.
     """
 
     stored: int
     repeated: int
     refused: tuple[tuple[str, str], ...] = ()
+    ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import numpy as np
 
@@ -111,11 +112,17 @@ def _check_array(row_id: str, name: str, spec: Field, value: FieldValue) -> Arra
         value = np.asarray(value)
     if not isinstance(value, np.ndarray):
         raise SchemaError(f"row {row_id}: field {name!r} must be a NumPy array, not {type(value).__name__}")
-    if value.dtype.name not in spec.dtypes:
+    if dtype_name(value.dtype) not in spec.dtypes:
         raise SchemaError(f"row {row_id}: field {name!r} has dtype {value.dtype.name}, not {' or '.join(spec.dtypes)}")
     if value.ndim != spec.rank:
         raise SchemaError(f"row {row_id}: field {name!r} has rank {value.ndim}, not {spec.rank}")
     return value
+
+
+@cache
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """NumPy computes the name anew at each look."""
+    return dtype.name
 
 
 def json_bytes(row_id: str, name: str, value: Json) -> bytes:

@@ -77,12 +77,13 @@ class Index:
         put_id: str,
         rows: tuple[RowHeader, ...],
         lease_id: str | None,
+        ack: bool,
         now: float,
         allocate: Allocate,
     ) -> PutPlan | None:
         """Where the bytes of these rows go; None while the budget has no room."""
         self._enter(caller, now)
-        return self._puts.plan(caller, put_id, rows, lease_id, now, allocate)
+        return self._puts.plan(caller, put_id, rows, lease_id, ack, now, allocate)
 
     def check_planned(self, put_id: str) -> None:
         """PutLost unless this put is planned: its storage rows are then still its own."""
@@ -130,11 +131,18 @@ class Index:
         return self._leases.release(caller, lease_id, items, reason)
 
     def commit_step(self, caller: Caller, lease_ids: tuple[str, ...], version: int, step: int, now: float) -> AckResult:
-        """A published step: its groups count as trained and its version is the newest, at once or not at all."""
+        """A published step: its groups count as trained and its version is the newest, at once or not at all.
+
+        The same call again, because its answer was lost, gets the same answer.
+        """
         self._enter(caller, now)
+        call = (caller, lease_ids, version, step)
+        if self.state.committed is not None and self.state.committed[0] == call:
+            return self.state.committed[1]
         self._check_version(version)
         result = self._leases.ack_step(caller, lease_ids, step)
         self._set_version(version, step)
+        self.state.committed = (call, result)
         return result
 
     # -- the manager's calls -----------------------------------------------------------------

@@ -29,6 +29,8 @@ from bus.records import (
 )
 
 STALE = "stale"
+ACKNOWLEDGED_KEPT = 4096
+"""A call is repeated within its deadline: far fewer leases than this end meanwhile."""
 
 
 class Leases:
@@ -62,13 +64,21 @@ class Leases:
             raise LeaseLost(f"lease {lease_id} of {caller.owner} has expired, was revoked or ended")
         return lease
 
-    def covers(self, caller: Caller, lease_id: str, headers: Iterable[RowHeader]) -> None:
-        """LeaseLost unless the lease is the caller's; BusError if it does not cover a row."""
+    def ended_well(self, caller: Caller, lease_id: str) -> bool:
+        """Whether this lease of the caller was acknowledged to its last item, not long ago."""
+        return self._s.acknowledged.get(lease_id) == (caller.owner, caller.incarnation)
+
+    def covers(self, caller: Caller, lease_id: str, headers: Iterable[RowHeader]) -> tuple[str, ...]:
+        """The items of these rows. LeaseLost unless the lease is the caller's; BusError if it lacks one."""
         lease = self.owned(caller, lease_id)
         by_row = task_named(lease.task).level == "row"
+        items: dict[str, None] = {}
         for header in headers:
-            if (header.row_id if by_row else header.group_id) not in lease.items:
+            item = header.row_id if by_row else header.group_id
+            if item not in lease.items:
                 raise BusError(f"lease {lease_id} ({lease.task}) does not cover row {header.row_id}")
+            items[item] = None
+        return tuple(items)
 
     # -- lease -------------------------------------------------------------------------------
 
@@ -208,6 +218,8 @@ class Leases:
 
     def ack(self, caller: Caller, lease_id: str, items: tuple[str, ...] | None, step: int | None) -> AckResult:
         """End items well. For the actor this is the moment a group counts as trained in `step`."""
+        if items is None and self.ended_well(caller, lease_id):
+            return AckResult(0, (), self._s.budget.retained_over)
         lease = self.owned(caller, lease_id)
         chosen = self._chosen(lease, items)
         if lease.task == "actor" and step is None:
@@ -220,6 +232,19 @@ class Leases:
                 void.append(item)
         self._s.counters["acked"] += len(chosen) - len(void)
         return AckResult(len(chosen) - len(void), tuple(void), self._s.budget.retained_over)
+
+    def finish(self, caller: Caller, lease_id: str, items: tuple[str, ...]) -> bool:
+        """End those of the items that need nothing more. True when the lease has ended with them."""
+        lease = self.owned(caller, lease_id)
+        if lease.task == "actor":
+            raise BusError("the actor acknowledges a step, not a put")
+        for item in items:
+            group = self._locate(item)[1]
+            if lease.task == "rollout" and group is not None and group.fate is None and group.missing:
+                continue
+            if item in lease.items and self._finish(lease, item, None):
+                self._s.counters["acked"] += 1
+        return lease_id not in self._s.leases
 
     def ack_step(self, caller: Caller, lease_ids: tuple[str, ...], step: int) -> AckResult:
         """End the actor's leases of one step together: all of them, or none when one is lost."""
@@ -327,10 +352,18 @@ class Leases:
         del lease.items[item]
         if not lease.items:
             self._s.leases.pop(lease.lease_id, None)
+            if free:
+                self._remember(lease)
         if group is not None:
             group.holds -= 1
             if free:
                 self._groups.free_if_unheld(group)
+
+    def _remember(self, lease: LeaseState) -> None:
+        acknowledged = self._s.acknowledged
+        acknowledged[lease.lease_id] = (lease.owner, lease.incarnation)
+        if len(acknowledged) > ACKNOWLEDGED_KEPT:
+            del acknowledged[next(iter(acknowledged))]
 
 
 def _info(group: Group) -> GroupInfo:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from bus.errors import BusError, GroupTooLarge, PutLost, SchemaError
+from bus.errors import BusError, GroupTooLarge, LeaseLost, PutLost, SchemaError
 from bus.index.groups import Groups
 from bus.index.leases import Leases
 from bus.index.partitions import Partitions
@@ -37,21 +37,27 @@ class Puts:
         put_id: str,
         headers: tuple[RowHeader, ...],
         lease_id: str | None,
+        ack: bool,
         now: float,
         allocate: Allocate,
     ) -> PutPlan | None:
         """Where the new fields of these rows go. None when the budget has no room for them now.
 
-        A put under a lease is never refused for lack of room: its worst case is reserved.
+        A put under a lease is never refused for lack of room: its worst case is reserved. One that
+        was committed with `ack`, and whose answer was lost, finds its lease ended and its fields there.
         """
         known = self._s.plans.get(put_id)
         if known is not None:
             return self._reply(known)
-        if lease_id is not None:
-            self._leases.covers(caller, lease_id, headers)
         plan = Plan(put_id, caller.owner, caller.incarnation, lease_id, "", now + self._s.limits.plan_ttl_s, [])
+        repeated = lease_id is not None and ack and self._leases.ended_well(caller, lease_id)
+        if lease_id is not None and not repeated:
+            items = self._leases.covers(caller, lease_id, headers)
+            plan.ack = items if ack else ()
         wanted = [(header, self._new_fields(header, plan)) for header in headers]
         wanted = [(header, fields) for header, fields in wanted if fields]
+        if repeated and wanted:
+            raise LeaseLost(f"lease {lease_id} of {caller.owner} was acknowledged: nothing new may be put under it")
         if lease_id is None:
             plan.reserved_rows, plan.reserved_bytes = self._room_needed(wanted)
             if not self._has_room(plan, wanted):
@@ -67,14 +73,19 @@ class Puts:
         self._count_refusals(plan)
         if plan.rows:
             self._s.plans[put_id] = plan
-        return self._reply(plan)
+            return self._reply(plan)
+        return self._reply(plan, ended=repeated or self._acknowledge(caller, plan))
 
-    def _reply(self, plan: Plan) -> PutPlan:
+    def _acknowledge(self, caller: Caller, plan: Plan) -> bool:
+        """Whether the plan's lease has ended with it."""
+        return bool(plan.ack) and self._leases.finish(caller, plan.lease_id or "", plan.ack)
+
+    def _reply(self, plan: Plan, *, ended: bool = False) -> PutPlan:
         rows = tuple(
             PlannedRow(p.row.row_id, p.row.slot, p.row.partition, tuple(name for name, _, _ in p.fields))
             for p in plan.rows
         )
-        return PutPlan(plan.put_id, plan.column, rows, plan.repeated, tuple(plan.refused))
+        return PutPlan(plan.put_id, plan.column, rows, plan.repeated, tuple(plan.refused), ended)
 
     def _new_fields(self, header: RowHeader, plan: Plan) -> tuple[tuple[str, bytes, int], ...]:
         """The fields that are not there yet; the others are noted as repeated or refused."""
@@ -205,7 +216,8 @@ class Puts:
             self._groups.refresh(group)
         self._count_refusals(plan, refused_before)
         self._s.counters["puts"] += 1
-        return PutResult(stored, plan.repeated, tuple(plan.refused))
+        ended = self._acknowledge(caller, plan)
+        return PutResult(stored, plan.repeated, tuple(plan.refused), ended)
 
     def _admit(self, planned: PlannedFields, plan: Plan, now: float) -> int:
         spec = planned.admission

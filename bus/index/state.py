@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from bus.index.budget import Budget
-from bus.records import AdmitHeader, Event, LeaseRequest, Scalar, VerdictKind
+from bus.records import AckResult, AdmitHeader, Caller, Event, LeaseRequest, Scalar, VerdictKind
 from relax.types import Purpose
 
 TRAINED = "trained"
@@ -190,6 +190,8 @@ class Plan:
     column: str
     expires_at: float
     rows: list[PlannedFields]
+    ack: tuple[str, ...] = ()
+    """Items of the lease that end with this put, if nothing of them is missing then."""
     reserved_rows: int = 0
     reserved_bytes: int = 0
     repeated: int = 0
@@ -213,7 +215,11 @@ class State:
     groups: dict[str, Group] = field(default_factory=dict)
     rows: dict[str, Row] = field(default_factory=dict)
     leases: dict[str, LeaseState] = field(default_factory=dict)
+    acknowledged: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Lease id -> (owner, incarnation) of the last leases that ended well: a repeated call is told so."""
     plans: dict[str, Plan] = field(default_factory=dict)
+    committed: tuple[tuple[Caller, tuple[str, ...], int, int], AckResult] | None = None
+    """The last commit of a step and its answer, for a caller that did not hear it."""
     incarnations: dict[str, int] = field(default_factory=dict)
     steps_of: dict[int, int] = field(default_factory=dict)
     version: int = 0

@@ -44,15 +44,20 @@ class ControlClient:
 
     def __init__(self, url: str):
         self.url = url
+        self.silence = ""
+        """Why the last call of `status` got no answer; empty when it did."""
 
     def status(self, deadline_s: float = 10.0) -> dict[str, Any] | None:
-        """None while the controller is not up."""
+        """None while the controller is not up, or does not answer in time."""
         try:
             response = httpx.get(f"{self.url}/api/v1/status", timeout=deadline_s, trust_env=False)
-        except httpx.HTTPError:
+        except httpx.HTTPError as error:
+            self.silence = str(error) or type(error).__name__
             return None
         if response.status_code != 200:
+            self.silence = f"status {response.status_code}"
             return None
+        self.silence = ""
         body: dict[str, Any] = response.json()
         return body
 
@@ -174,12 +179,15 @@ def keep_logs(private: PrivateRay, run_dir: Path) -> None:
 
 
 def watch(control: ControlClient, dashboard: Dashboard, file: RunFile, console: Console) -> Outcome:
-    deadline = time.monotonic() + file.controller.start_deadline_s
+    """Until the run has ended, or its controller has been silent for `controller.start_deadline_s`."""
+    silence_s = file.controller.start_deadline_s
+    heard_at = time.monotonic()
     show = _printer(console)
     with show.context:
         while True:
             status = control.status()
             if status is not None:
+                heard_at = time.monotonic()
                 show.update(status)
                 if status["state"] in FINAL:
                     return Outcome(
@@ -190,10 +198,9 @@ def watch(control: ControlClient, dashboard: Dashboard, file: RunFile, console: 
             failed = _deploy_failures(dashboard) if coming_up else None
             if failed:
                 return Outcome("failed", failed, None, [])
-            if status is None and time.monotonic() > deadline:
-                return Outcome(
-                    "failed", f"the controller did not answer within {file.controller.start_deadline_s:g} s", None, []
-                )
+            if time.monotonic() - heard_at > silence_s:
+                reason = f"the controller has not answered for {silence_s:g} s: {control.silence}"
+                return Outcome("failed", reason, None, [])
             time.sleep(POLL_S)
 
 

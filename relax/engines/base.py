@@ -7,7 +7,7 @@ An engine speaks the SGLang HTTP protocol (subset of 0.5.23): JSON bodies in, JS
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,7 +56,7 @@ class EngineClient(Protocol):
         self, input_ids: IntArray, sampling: SamplingParams, *, request_id: str, deadline_s: float
     ) -> Generation: ...
 
-    async def score(self, input_ids: IntArray, *, deadline_s: float) -> FloatArray:
+    async def score(self, sequences: Sequence[IntArray], *, deadline_s: float) -> list[FloatArray]:
         """Log-probs of given tokens under the live weights at temperature 1, fresh KV; 0 at position 0."""
         ...
 

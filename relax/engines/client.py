@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -48,22 +48,19 @@ class SglangClient:
         answer = await self._ask("POST", "/generate", body, deadline_s)
         return parse_generation(answer, sampling.logprob_mode)
 
-    async def score(self, input_ids: IntArray, *, deadline_s: float) -> FloatArray:
-        """Log-probs of given tokens (int32 [T]) under the live weights at temperature 1, with a fresh KV.
+    async def score(self, sequences: Sequence[IntArray], *, deadline_s: float) -> list[FloatArray]:
+        """Log-probs of given tokens (int32 [T] each) under the live weights at temperature 1, with a fresh KV.
 
-        float32 [T], 0 at position 0. Raises `EngineError`, `TimeoutError`.
+        float32 [T] each, 0 at position 0. One request. Raises `EngineError`, `TimeoutError`.
         """
         body: dict[str, Json] = {
-            "input_ids": input_ids.tolist(),
+            "input_ids": [sequence.tolist() for sequence in sequences],
             "sampling_params": {"temperature": 1.0, "max_new_tokens": 1, "ignore_eos": True},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self._ask("POST", "/generate", body, deadline_s)
-        entries = answer["meta_info"]["input_token_logprobs"]
-        if len(entries) != len(input_ids):
-            raise EngineError(f"{len(input_ids)} prompt tokens came back with {len(entries)} log-probs")
-        return np.array([0.0 if entry[0] is None else entry[0] for entry in entries], dtype=np.float32)
+        answers = await self._ask("POST", "/generate", body, deadline_s)
+        return [_prompt_logprobs(len(s), answer["meta_info"]) for s, answer in zip(sequences, answers, strict=True)]
 
     async def abort(self, request_id: str | None, *, deadline_s: float) -> None:
         body = {"abort_all": True} if request_id is None else {"rid": request_id}
@@ -125,6 +122,13 @@ class SglangClient:
         if isinstance(answer, dict) and answer.get("success") is False:
             raise EngineError(f"{path}: {_error_text(answer)}")
         return answer
+
+
+def _prompt_logprobs(count: int, meta: Mapping[str, Json]) -> FloatArray:
+    entries = meta["input_token_logprobs"]
+    if len(entries) != count:
+        raise EngineError(f"{count} prompt tokens came back with {len(entries)} log-probs")
+    return np.array([0.0 if entry[0] is None else entry[0] for entry in entries], dtype=np.float32)
 
 
 def _sampling_body(sampling: SamplingParams) -> dict[str, Json]:

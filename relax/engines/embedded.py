@@ -185,7 +185,7 @@ class EmbeddedEngine:
         scores: list[FloatArray] = []
 
         def compute() -> Sequence[Delivery]:
-            scores.extend(self._runner.score(prompt) for prompt in prompts)
+            scores.extend(self._runner.score(prompts))
             return ()
 
         self._call(compute, deadline_s, "score")

@@ -80,12 +80,20 @@ class ModelRunner:
         return self._forward(tokens[:, None], positions[:, None], mask)
 
     @torch.inference_mode()
-    def score(self, tokens: IntArray) -> FloatArray:
-        """float32 [T]: log-prob of each token of one sequence (int32 [T]) at temperature 1, 0 at position 0."""
-        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)[None]
-        logits = self.model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        chosen = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:, None])[:, 0]
-        return np.concatenate([np.zeros(1, np.float32), chosen.cpu().numpy()])
+    def score(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
+        """float32 [T] each: log-prob of each token of a sequence (int32 [T]) at temperature 1, 0 at position 0.
+
+        Sequences of one length share a forward, so none is padded.
+        """
+        scores: dict[int, FloatArray] = {}
+        for length in {len(sequence) for sequence in sequences}:
+            members = [k for k, sequence in enumerate(sequences) if len(sequence) == length]
+            ids = torch.from_numpy(np.stack([sequences[k] for k in members]).astype(np.int64)).to(self.device)
+            logits = self.model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+            chosen = torch.log_softmax(logits, dim=-1).gather(2, ids[:, 1:, None])[..., 0].cpu().numpy()
+            for k, line in zip(members, chosen, strict=True):
+                scores[k] = np.concatenate([np.zeros(1, np.float32), line])
+        return [scores[k] for k in range(len(sequences))]
 
     def _prefill_mask(self, start: npt.NDArray[np.int64], width: int) -> Tensor:
         column = torch.arange(width, device=self.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import uuid
 
 import numpy as np
@@ -17,13 +18,14 @@ class SingleTurnWorker:
 
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
+        self._name = uuid.uuid4().hex[:8]
+        self._attempts = itertools.count()
 
     async def step(self, item: DataItem) -> Trajectory:
         """One sample: the rendered prompt and the engine's tokens behind it.
 
         Raises `DataError` for a prompt that leaves no room for an answer, `EngineError` for a request
-        that was aborted before its first token, `MalformedTrajectory` when the engine's arrays
-        disagree (B23), `TimeoutError` past the deadline.
+        that was aborted before its first token, `TimeoutError` past the deadline.
         """
         room = self._context.max_tokens - len(item.prompt_tokens)
         if room < 1:
@@ -34,14 +36,12 @@ class SingleTurnWorker:
         generation = await self._generate(item)
         if generation.finish_reason is FinishReason.ABORT and len(generation.output_ids) == 0:
             raise EngineError(f"request of {item.sample_id} was aborted before its first token")
-        trajectory = join(item, generation)
-        trajectory.validate()
-        return trajectory
+        return join(item, generation)
 
     async def _generate(self, item: DataItem) -> Generation:
         context = self._context
         # Unique per attempt: the engine may still hold the request of a failed one.
-        request_id = f"{item.sample_id}#{uuid.uuid4().hex[:8]}"
+        request_id = f"{item.sample_id}#{self._name}{next(self._attempts)}"
         returned = False
         try:
             generation = await context.engine.generate(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 import uuid
 from pathlib import Path
@@ -80,6 +81,7 @@ class Controller:
         self.summary: dict[str, Any] | None = None
         self.violations: list[str] = []
         self.bus_stats: BusStats | None = None
+        self.bus_stats_at = -math.inf
         self._error: str | None = None
         self._closing = asyncio.Lock()
         namespace = names.namespace(args.run.name)
@@ -180,7 +182,8 @@ class Controller:
 
     async def _tick(self, now: float) -> None:
         try:
-            await self._stats()
+            if now - self.bus_stats_at >= TICK_S:
+                await self._stats()
         except BusError as error:
             await self._end(RunState.FAILED, f"the bus does not answer: {error}")
             return
@@ -219,6 +222,7 @@ class Controller:
 
     async def _stats(self) -> dict[str, Any]:
         self.bus_stats = await self.bus.stats()
+        self.bus_stats_at = time.monotonic()
         return stats_json(self.bus_stats)
 
     async def _end(self, state: RunState, reason: str = "") -> None:

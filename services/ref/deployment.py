@@ -92,7 +92,7 @@ class Ref:
     async def _score(self, lease: Lease) -> None:
         logprobs = await asyncio.to_thread(self._logprobs, lease)
         puts = [RowPut(row.row_id, row.group_id, {"ref_logprobs": logprobs[row.row_id]}) for row in lease.rows]
-        await self.bus.put(puts, lease_id=lease.lease_id, deadline_s=PUT_DEADLINE_S)
+        await self.bus.put(puts, lease_id=lease.lease_id, deadline_s=PUT_DEADLINE_S, ack=True)
 
     def _logprobs(self, lease: Lease) -> dict[str, FloatArray]:
         """Row id -> float32 [T], 0 where not sampled, at the temperature that drew the row."""

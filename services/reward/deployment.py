@@ -132,7 +132,7 @@ class Reward:
                 )
             )
         if puts:
-            await self.bus.put(puts, lease_id=lease.lease_id, deadline_s=PUT_DEADLINE_S)
+            await self.bus.put(puts, lease_id=lease.lease_id, deadline_s=PUT_DEADLINE_S, ack=True)
 
     def _sample(self, row: Row, text: str, prompt: Prompt, result: RewardResult) -> SampleRecord:
         mask = row.array("loss_mask")

@@ -184,12 +184,14 @@ class RolloutInstance:
         """max and mean |trainer - engine| log-prob of the probe, at equal version, with a fresh KV."""
         if not published.probe:
             return 0.0, 0.0
-        gaps = [
-            np.abs(np.asarray(theirs[1:]) - ours[1:])
-            for tokens, theirs in zip(published.probe["tokens"], published.probe["logprobs"], strict=True)
-            for ours in [await self.client.score(np.asarray(tokens, np.int32), deadline_s=60.0)]
-        ]
-        values = np.concatenate(gaps)
+        tokens = [np.asarray(line, np.int32) for line in published.probe["tokens"]]
+        scores = await self.client.score(tokens, deadline_s=60.0)
+        values = np.concatenate(
+            [
+                np.abs(np.asarray(theirs[1:]) - ours[1:])
+                for theirs, ours in zip(published.probe["logprobs"], scores, strict=True)
+            ]
+        )
         return float(values.max()), float(values.mean())
 
     # ------------------------------------------------------------------ samples

@@ -6,7 +6,6 @@ import asyncio
 from collections import defaultdict
 
 from bus.client import BusClient
-from bus.errors import BusError
 from bus.records import RowPut
 
 PUT_DEADLINE_S = 60.0
@@ -36,8 +35,9 @@ class PutBatcher:
             # A task starts a turn of the loop later: samples that just finished join this put.
             while batch := self._pending.pop(lease_id, []):
                 try:
-                    await self._bus.put([row for row, _ in batch], lease_id=lease_id, deadline_s=PUT_DEADLINE_S)
-                except BusError as error:
+                    rows = [row for row, _ in batch]
+                    await self._bus.put(rows, lease_id=lease_id, deadline_s=PUT_DEADLINE_S, ack=True)
+                except Exception as error:  # passed on to each of those who wait for it
                     for _, future in batch:
                         if not future.done():
                             future.set_exception(error)

@@ -53,21 +53,29 @@ class Driver:
 
     # -- producing
 
-    def plan(self, owner: str, rows: list[RowHeader], lease_id: str | None = None, put_id: str | None = None) -> Any:
+    def plan(
+        self,
+        owner: str,
+        rows: list[RowHeader],
+        lease_id: str | None = None,
+        put_id: str | None = None,
+        ack: bool = False,
+    ) -> Any:
         return self.index.plan_put(
             self.callers[owner],
             put_id or uuid.uuid4().hex,
             tuple(rows),
             lease_id,
+            ack,
             self.now,
             lambda partition: next(self._slots),
         )
 
-    def put(self, owner: str, rows: list[RowHeader], lease_id: str | None = None) -> PutResult:
-        plan = self.plan(owner, rows, lease_id)
+    def put(self, owner: str, rows: list[RowHeader], lease_id: str | None = None, ack: bool = False) -> PutResult:
+        plan = self.plan(owner, rows, lease_id, ack=ack)
         assert plan is not None, "no room"
         if not plan.rows:
-            return PutResult(0, plan.repeated, plan.refused)
+            return PutResult(0, plan.repeated, plan.refused, plan.ended)
         return self.index.commit_put(self.callers[owner], plan.put_id, self.now)
 
     def admission(

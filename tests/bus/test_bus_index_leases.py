@@ -78,7 +78,7 @@ def test_a_new_incarnation_gets_the_leases_of_the_old_back_and_fences_it() -> No
     d.callers["rollout"] = d.index.register("rollout", d.now)
     assert d.callers["rollout"].incarnation == old.incarnation + 1
     with pytest.raises(Fenced):
-        d.index.plan_put(old, "p", (d.sample("g0", 0),), grant.lease_id, d.now, lambda partition: 0)
+        d.index.plan_put(old, "p", (d.sample("g0", 0),), grant.lease_id, False, d.now, lambda partition: 0)
     with pytest.raises(Fenced):
         d.index.ack(old, grant.lease_id, None, None, d.now)
     assert d.index.stats(d.now).counters["fenced"] == 2
@@ -325,6 +325,56 @@ def test_a_step_is_committed_with_all_its_leases_and_its_version_or_not_at_all()
     assert d.index.account().trained == 4 and d.index.state.version == 1
     trained = [e for e in d.index.events(d.callers["manager"], 0, d.now) if e.kind is EventKind.TRAINED]
     assert [event.step for event in trained] == [1, 1]
+    repeated = d.index.commit_step(actor, (held.lease_id, again.lease_id), 1, 1, d.now)
+    assert repeated.acked == 2, "a lost answer is given again"
+    assert d.index.account().trained == 4
+    with pytest.raises(LeaseLost):
+        d.index.commit_step(actor, (held.lease_id, again.lease_id), 2, 2, d.now)
+
+
+def test_a_put_may_acknowledge_what_it_completes() -> None:
+    d = Driver()
+    d.admit("g0", 0)
+    grant = d.granted("rollout")
+    first = d.put("rollout", [d.sample("g0", 0)], grant.lease_id, ack=True)
+    assert not first.ended and d.index.is_leased(grant.lease_id), "member 1 is missing"
+    rows = [d.sample("g0", 1)]
+    assert d.put("rollout", rows, grant.lease_id, ack=True).ended
+    assert not d.index.is_leased(grant.lease_id)
+    scoring = d.granted("reward", max_items=2)
+    one, two = (d.reward_of(row.row_id) for row in scoring.rows)
+    assert not d.put("reward", [one], scoring.lease_id, ack=True).ended
+    assert isinstance(d.lease("reward"), Empty), "neither row is handed out again"
+    assert d.put("reward", [two], scoring.lease_id, ack=True).ended
+    d.now += 100.0
+    assert isinstance(d.lease("reward"), Empty)
+
+
+def test_a_put_whose_answer_was_lost_after_its_lease_ended_is_only_repeated() -> None:
+    """behaviour: B16"""
+    d = Driver()
+    d.admit("g0", 0)
+    grant = d.granted("rollout")
+    rows = [d.sample("g0", 0), d.sample("g0", 1)]
+    assert d.put("rollout", rows, grant.lease_id, ack=True).stored == 2 * len(rows[0].fields)
+    again = d.put("rollout", rows, grant.lease_id, ack=True)
+    assert (again.stored, again.repeated, again.ended) == (0, 2 * len(rows[0].fields), True)
+    assert d.ack("rollout", grant.lease_id).acked == 0, "an acknowledgement may be repeated too"
+    with pytest.raises(LeaseLost):
+        d.put("rollout", rows, grant.lease_id)
+    d.callers["rollout"] = d.index.register("rollout", d.now)
+    with pytest.raises(LeaseLost):
+        d.put("rollout", rows, grant.lease_id, ack=True)
+
+
+def test_nothing_new_is_put_under_a_lease_that_was_acknowledged() -> None:
+    d = Driver()
+    d.admit("g0", 0)
+    grant = d.granted("rollout")
+    d.put("rollout", [d.sample("g0", 0), d.sample("g0", 1)], grant.lease_id, ack=True)
+    d.index.tombstone(d.callers["manager"], "g0", 1, "x", None, d.now)
+    with pytest.raises(LeaseLost, match="nothing new"):
+        d.put("rollout", [d.sample("g0", 0, segment=1)], grant.lease_id, ack=True)
 
 
 def test_closed_is_another_answer_than_empty() -> None:

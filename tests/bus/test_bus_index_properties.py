@@ -64,8 +64,8 @@ class Traffic(RuleBasedStateMachine):
         self._lease("rollout", max_items=count, version=version(self.version))
 
     @precondition(lambda self: self.held["rollout"])
-    @rule(data=st.data(), value=st.sampled_from(["", "", "other"]), commit=st.booleans())
-    def produce(self, data: st.DataObject, value: str, commit: bool) -> None:
+    @rule(data=st.data(), value=st.sampled_from(["", "", "other"]), commit=st.booleans(), ack=st.booleans())
+    def produce(self, data: st.DataObject, value: str, commit: bool, ack: bool) -> None:
         lease = self._some_lease("rollout", data)
         if lease is None:
             return
@@ -74,7 +74,7 @@ class Traffic(RuleBasedStateMachine):
         k = data.draw(st.integers(0, size - 1))
         tokens = data.draw(st.integers(1, 10))
         header = self.d.sample(group, k, tokens=tokens, value=value, oldest_version=self.version)
-        plan = self.d.plan("rollout", [header], lease.lease_id)
+        plan = self.d.plan("rollout", [header], lease.lease_id, ack=ack)
         if plan.rows:
             self.plans.append((plan.put_id, [row.row_id for row in plan.rows]))
         if commit and self.plans:
@@ -124,12 +124,13 @@ class Traffic(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.held["reward"])
-    @rule(data=st.data(), value=st.sampled_from([0.0, 1.0]))
-    def score(self, data: st.DataObject, value: float) -> None:
+    @rule(data=st.data(), value=st.sampled_from([0.0, 1.0]), ack=st.booleans())
+    def score(self, data: st.DataObject, value: float, ack: bool) -> None:
         lease = self._some_lease("reward", data)
         if lease is not None:
             rows = [self.d.reward_of(row, value) for row in lease.items]
-            self.d.put("reward", rows, lease.lease_id)
+            result = self.d.put("reward", rows, lease.lease_id, ack=ack)
+            assert result.ended is ack
 
     @rule(data=st.data(), owner=st.sampled_from(OWNERS))
     def acknowledge(self, data: st.DataObject, owner: str) -> None:

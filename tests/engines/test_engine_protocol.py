@@ -134,13 +134,15 @@ async def test_the_raw_answer_has_sglangs_shape(stand: Stand) -> None:
 
 async def test_score_gives_the_models_log_probs_of_given_tokens(stand: Stand) -> None:
     """behaviour: B6"""
-    tokens = np.array([1, 2, 3, 9, 4, 4], dtype=np.int32)
-    scores = await stand.client.score(tokens, deadline_s=30)
-    ids = torch.from_numpy(tokens).long()[None]
-    with torch.no_grad():
-        logp = stand.kit.model(seed=1)(input_ids=ids).logits[0, :-1].log_softmax(-1)
-    np.testing.assert_allclose(scores[1:], logp.gather(1, ids[0, 1:, None])[:, 0].numpy(), atol=1e-5)
-    assert scores[0] == 0 and scores.dtype == np.float32
+    sequences = [np.array(ids, dtype=np.int32) for ids in ([1, 2, 3, 9, 4, 4], [5, 6, 7], [9, 9, 1, 2, 3, 8])]
+    scored = await stand.client.score(sequences, deadline_s=30)
+    assert len(scored) == 3
+    for tokens, scores in zip(sequences, scored, strict=True):
+        ids = torch.from_numpy(tokens).long()[None]
+        with torch.no_grad():
+            logp = stand.kit.model(seed=1)(input_ids=ids).logits[0, :-1].log_softmax(-1)
+        np.testing.assert_allclose(scores[1:], logp.gather(1, ids[0, 1:, None])[:, 0].numpy(), atol=1e-5)
+        assert scores[0] == 0 and scores.dtype == np.float32
 
 
 async def test_a_batch_with_n_answers_a_list_in_order_with_different_draws(stand: Stand) -> None:

@@ -25,7 +25,8 @@ class RecordingBus:
         self.admitted: list[Any] = []
         self.collected: list[str] = []
 
-    async def put(self, rows: list[RowPut], *, lease_id: str, deadline_s: float) -> None:
+    async def put(self, rows: list[RowPut], *, lease_id: str, deadline_s: float, ack: bool) -> None:
+        assert ack
         self.puts.append((lease_id, [row.row_id for row in rows]))
         await self.gate.wait()
         if self.fail:
@@ -46,8 +47,9 @@ async def test_samples_that_finish_during_a_put_share_the_next_one() -> None:
     bus = RecordingBus()
     batcher = PutBatcher(bus)  # type: ignore[arg-type]
     first = [asyncio.create_task(batcher.put(put(k), "lease")) for k in range(3)]
-    while not bus.puts:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(10):
+        while not bus.puts:
+            await asyncio.sleep(0)
     later = [asyncio.create_task(batcher.put(put(k), "lease")) for k in range(3, 7)]
     for _ in range(5):
         await asyncio.sleep(0)
@@ -65,13 +67,15 @@ async def test_leases_do_not_share_a_put() -> None:
     assert sorted(bus.puts) == [("a", ["g/0/0"]), ("b", ["g/1/0"])]
 
 
-async def test_a_failed_put_fails_each_of_its_samples_and_the_next_goes_on() -> None:
+@pytest.mark.parametrize("error", [LeaseLost("gone"), TypeError("a fault of ours")])
+async def test_a_failed_put_fails_each_of_its_samples_and_the_next_goes_on(error: Exception) -> None:
     bus = RecordingBus()
     bus.gate.set()
-    bus.fail = LeaseLost("gone")
+    bus.fail = error
     batcher = PutBatcher(bus)  # type: ignore[arg-type]
-    results = await asyncio.gather(*(batcher.put(put(k), "lease") for k in range(2)), return_exceptions=True)
-    assert [type(result) for result in results] == [LeaseLost, LeaseLost]
+    async with asyncio.timeout(10):
+        results = await asyncio.gather(*(batcher.put(put(k), "lease") for k in range(2)), return_exceptions=True)
+    assert results == [error, error]
     bus.fail = None
     await batcher.put(put(9), "lease")
 
