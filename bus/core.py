@@ -22,6 +22,7 @@ from bus.records import (
     AckResult,
     AdmitHeader,
     AdmitResult,
+    BlobRef,
     BusAddress,
     BusStats,
     Caller,
@@ -295,7 +296,8 @@ class Core:
         for columns_tuple, slots in slots_with.items():
             read = self._store.read(columns_tuple, slots)
             blobs |= await _bounded(read, self.rpc_timeout_s, "reading from the storage")
-        return tuple(_row(row, blobs) for row in grant.rows)
+        unpacked: dict[BlobRef, dict[str, Any]] = {}  # the rows of a group share their prompt
+        return tuple(_row(row, blobs, unpacked) for row in grant.rows)
 
 
 def _header(
@@ -304,10 +306,12 @@ def _header(
     return RowHeader(row_id, group_id, tuple((f.name, f.digest, len(f.data)) for f in fields), tags, admission)
 
 
-def _row(grant: RowGrant, blobs: dict[tuple[int, str], Any]) -> Row:
+def _row(grant: RowGrant, blobs: dict[tuple[int, str], Any], unpacked: dict[BlobRef, dict[str, Any]]) -> Row:
     fields: dict[str, Any] = {}
     for ref in grant.blobs:
-        fields |= unpack(blobs[ref.slot, ref.column], ref.owner_row, dict(ref.fields))
+        if ref not in unpacked:
+            unpacked[ref] = unpack(blobs[ref.slot, ref.column], ref.owner_row, dict(ref.fields))
+        fields |= unpacked[ref]
     return Row(grant.row_id, grant.group_id, grant.k, grant.segment, fields, grant.tags)
 
 

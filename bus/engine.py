@@ -12,6 +12,7 @@ consumer waits here, on a future that the change it waits for completes: nobody 
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 import uuid
@@ -50,6 +51,9 @@ _StorageUnit: Any = tq_storage.SimpleStorageUnit.__ray_metadata__.modified_class
 
 QUARANTINE_S = 120.0
 """A freed slot is not given out again before every writer that could still know it has given up."""
+
+GC_THRESHOLDS = (10_000, 20, 20)
+"""A put makes thousands of small objects that live as long as their rows; few are ever part of a cycle."""
 
 T = TypeVar("T")
 
@@ -112,6 +116,10 @@ class BusEngine(_Controller):  # type: ignore[misc]
         """Take the storage actors. Returns the epoch."""
         self._loop = asyncio.get_running_loop()
         infos = await asyncio.gather(*(store.get_zmq_server_info.remote() for store in stores))
+        # What start-up left behind is not garbage: the collector need not look through it again.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*GC_THRESHOLDS)
         self._stores = stores
         self._store_infos = {info.id: info for info in infos}
         return self.epoch

@@ -6,6 +6,8 @@ still get work, and the ready queues. Accounts are derived from `Member.fate` (s
 
 from __future__ import annotations
 
+from collections import Counter
+
 from bus.errors import BusError
 from bus.index.state import TRAINED, Garbage, Group, Member, Row, State
 from bus.index.tasks import TaskQueues
@@ -192,6 +194,7 @@ class Groups:
             self._unreserve(member)
             if member.counted and member.fate is None:
                 member.fate = fate
+        group.tally = Counter(m.fate for m in group.members if m.counted and m.fate is not None)
         group_id = group.spec.group_id
         self._s.unproduced.discard(group_id)
         self._s.incomplete.discard(group_id)
@@ -239,7 +242,7 @@ class Groups:
         for step in sorted(s for s in self._s.trained_in if s > to_step):
             for group_id in self._s.trained_in.pop(step):
                 group = self._s.groups[group_id]
-                group.fate = group.step = None
+                group.fate = group.step = group.tally = None
                 for member in group.members:
                     if member.fate == TRAINED:
                         member.fate = None
@@ -305,8 +308,8 @@ class Groups:
             group = self._s.groups[queue[0]]
             if group.last_event > self._s.events_acked:
                 return
-            if group.is_train:
-                self._s.settled.update(m.fate for m in group.members if m.counted and m.fate is not None)
+            if group.is_train and group.tally is not None:
+                self._s.settled.update(group.tally)
             del self._s.groups[queue.popleft()]
 
     # -- events ------------------------------------------------------------------------------

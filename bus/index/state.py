@@ -82,6 +82,9 @@ class Member:
     @property
     def produced(self) -> bool:
         """Every segment is visible."""
+        if len(self.rows) == 1:  # nearly always
+            [row] = self.rows.values()
+            return row.visible and int(row.tags.get("segments") or 1) <= 1
         shown = [row for row in self.rows.values() if row.visible]
         segments = max((int(row.tags.get("segments") or 1) for row in shown), default=1)
         return len(shown) >= segments
@@ -117,6 +120,8 @@ class Group:
     actor: Claim = field(default_factory=Claim)
     holds: int = 0
     freed: bool = False
+    tally: Counter[str] | None = None
+    """Once ended: its produced samples by fate."""
     last_event: int = 0
 
     @property

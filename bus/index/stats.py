@@ -21,6 +21,9 @@ def account(state: State) -> Account:
     for group in state.groups.values():
         if not group.is_train:
             continue
+        if group.tally is not None:
+            fates.update(group.tally)
+            continue
         for member in group.members:
             if member.counted:
                 if member.fate is None:

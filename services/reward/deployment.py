@@ -81,7 +81,9 @@ class Reward:
 
     async def _score_lease(self, lease: Lease) -> None:
         texts = [self.tokenizer.decode(row.array("tokens")[row.array("loss_mask")]) for row in lease.rows]
-        prompts = [Prompt.from_json(row.json("prompt")) for row in lease.rows]
+        of_group = {row.group_id: row.json("prompt") for row in lease.rows}
+        prompt_of = {group_id: Prompt.from_json(body) for group_id, body in of_group.items()}
+        prompts = [prompt_of[row.group_id] for row in lease.rows]
         requests = [
             RewardRequest.of(prompt, text, FinishReason(row.json("finish_reason")), int(row.array("loss_mask").sum()))
             for row, text, prompt in zip(lease.rows, texts, prompts, strict=True)
