@@ -226,7 +226,17 @@ class Trajectory:
 
 
 class RelaxError(Exception):
-    """Base of the errors that this project raises on purpose."""
+    """Base of the errors that this project raises on purpose. They travel between processes as they are,
+    whatever their constructors take."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restored_error, (type(self), self.args, self.__dict__)
+
+
+def _restored_error(kind: type[RelaxError], args: tuple[Any, ...], attributes: dict[str, Any]) -> RelaxError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(attributes)
+    return error
 
 
 class MalformedTrajectory(RelaxError, ValueError):

@@ -9,10 +9,12 @@ import os
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ray import serve
+from ray.exceptions import RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -46,12 +48,32 @@ def limit_threads(run: RunConfig) -> None:
     torch.set_num_threads(run.threads)
 
 
+@dataclass(frozen=True, slots=True)
+class ServePlace:
+    """`url` of Serve's HTTP proxy as this node reaches it; `logs`: folder of this node's replicas."""
+
+    url: str
+    logs: str
+
+
+def serve_place() -> ServePlace:
+    from ray.serve._private.logging_utils import get_serve_logs_dir
+    from ray.serve.context import _get_global_client
+
+    http = _get_global_client().http_config
+    host = "127.0.0.1" if http.host in ("0.0.0.0", "::", None) else http.host
+    return ServePlace(f"http://{host}:{http.port}", get_serve_logs_dir())
+
+
 _handles: dict[str, DeploymentHandle] = {}
 """Handles follow replicas that come and go; to look one up costs a round trip to Serve's controller."""
 
 
 async def call(app: str, method: str, *args: Any, deadline_s: float = CALL_DEADLINE_S) -> Any:
-    """One call to the ingress deployment of an application. Raises `ServiceUnavailable` past the deadline."""
+    """One call to the ingress deployment of an application.
+
+    Raises `ServiceUnavailable` past the deadline, and the `RelaxError` that the service raised.
+    """
 
     async def once() -> Any:
         if app not in _handles:
@@ -62,6 +84,10 @@ async def call(app: str, method: str, *args: Any, deadline_s: float = CALL_DEADL
         return await asyncio.wait_for(once(), deadline_s)
     except TimeoutError as error:
         raise ServiceUnavailable(f"{app}.{method} gave no answer within {deadline_s:g} s") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, RelaxError):
+            raise error.cause from error
+        raise
 
 
 async def call_when_up(app: str, method: str, *args: Any, deadline_s: float = START_DEADLINE_S) -> Any:

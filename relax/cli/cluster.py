@@ -122,6 +122,8 @@ class PrivateRay:
             # Nobody reads the task table and the event statistics of a private Ray, and each call pays for them.
             "RAY_task_events_report_interval_ms": "0",
             "RAY_event_stats": "0",
+            # Deploying leaves idle workers of 40 MB each; by default as many stay as there are CPUs.
+            "RAY_num_workers_soft_limit": "0",
             "AUTOSCALER_METRIC_PORT": str(auto),
             "DASHBOARD_METRIC_PORT": str(dash_metrics),
             "OMP_NUM_THREADS": "1",
@@ -139,6 +141,8 @@ class PrivateRay:
         command += ["--object-manager-port", str(om), "--runtime-env-agent-port", str(rt)]
         command += ["--min-worker-port", str(low), "--max-worker-port", str(low + WORKER_PORTS - 1)]
         command += ["--object-store-memory", str(200_000_000), "--node-ip-address", "127.0.0.1"]
+        # One node without a driver: nothing to scale, and nobody to push the workers' logs to.
+        command += ["--no-monitor", "--include-log-monitor", "false"]
         log_path = log or folder / "ray-start.log"
         with log_path.open("wb") as output:
             process = subprocess.Popen(

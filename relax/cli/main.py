@@ -108,10 +108,12 @@ def check(
 def _url(target: str) -> str:
     if target.startswith("http"):
         return target.rstrip("/")
-    info = Path(target) / "run.json"
-    if not info.exists():
+    from relax.telemetry.run_folder import RunFolder
+
+    place = RunFolder(Path(target)).read_place() if Path(target).is_dir() else {}
+    if "url" not in place:
         raise typer.BadParameter(f"{target} is neither a URL nor a run folder with run.json")
-    return str(json.loads(info.read_text())["url"])
+    return str(place["url"])
 
 
 @app.command()
@@ -150,11 +152,14 @@ def logs(
     run_dir: RunDirArgument,
     lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each file")] = 100,
 ) -> None:
-    """Print the last log lines of a role, of a live or an ended run."""
-    info = json.loads((run_dir / "run.json").read_text()) if (run_dir / "run.json").exists() else {}
-    folders = [run_dir / "logs"]
-    if info.get("ray_folder"):
-        folders.insert(0, Path(info["ray_folder"]) / "ray" / "session_latest" / "logs" / "serve")
+    """Print the last log lines of a role, of a live or an ended run.
+
+    Of a live run on several nodes: of the replicas on this one.
+    """
+    from relax.telemetry.run_folder import RunFolder
+
+    place = RunFolder(run_dir).read_place() if run_dir.is_dir() else {}
+    folders = [*([Path(place["logs"])] if "logs" in place else []), run_dir / "logs"]
     files = [found for folder in folders for found in sorted(folder.glob(f"replica_{role}_*.log*"))]
     if not files:
         print(f"no log of '{role}' under {', '.join(map(str, folders))}")

@@ -21,6 +21,7 @@ from rich.live import Live
 from relax.cli.cluster import ClusterError, Dashboard, PrivateRay, free_ports
 from relax.cli.live import one_line, view
 from relax.config.file import ConfigError, RunFile
+from relax.telemetry.run_folder import RunFolder
 
 FINAL = ("finished", "failed", "stopped")
 POLL_S = 1.0
@@ -113,7 +114,9 @@ def deploy_and_watch(
         document = document_for(file, run_dir, port)
         http = document.get("http_options") or {}
         control = ControlClient(f"http://{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}")
-        write_run_json(run_dir, control.url, private)
+        RunFolder(run_dir).write_place(
+            url=control.url, ray_folder=str(private.folder) if private else None, started_at=time.time()
+        )
         console.print(f"Deploying the services; API at {control.url}/docs", style="dim")
         dashboard.deploy(document)
         outcome = watch(control, dashboard, file, console)
@@ -121,6 +124,7 @@ def deploy_and_watch(
     finally:
         with uninterrupted():
             if control is not None:
+                console.print("Stopping the services ...", style="dim")
                 _take_down(control, console)
             if private is not None:
                 keep_logs(private, run_dir)
@@ -160,11 +164,6 @@ def remove_weights(file: RunFile, run_dir: Path) -> None:
     if state.exists():
         run_id = json.loads(state.read_text())["run_id"]
         shutil.rmtree(Path(file.dcs.shm_dir) / f"relax-{file.run.name}-{run_id}", ignore_errors=True)
-
-
-def write_run_json(run_dir: Path, url: str, private: PrivateRay | None) -> None:
-    info = {"url": url, "ray_folder": str(private.folder) if private else None, "started_at": time.time()}
-    (run_dir / "run.json").write_text(json.dumps(info, indent=2) + "\n")
 
 
 def keep_logs(private: PrivateRay, run_dir: Path) -> None:

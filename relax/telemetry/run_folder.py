@@ -1,4 +1,4 @@
-"""The files of one run: config.json, metrics.jsonl, samples.jsonl, summary.json, report.html."""
+"""The files of one run: run.json, config.json, metrics.jsonl, samples.jsonl, summary.json, report.html."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ class RunFolder:
             raise _failed("create", path, error) from error
 
     @property
+    def place_path(self) -> Path:
+        return self.path / "run.json"
+
+    @property
     def config_path(self) -> Path:
         return self.path / "config.json"
 
@@ -59,6 +63,17 @@ class RunFolder:
     @property
     def report_path(self) -> Path:
         return self.path / "report.html"
+
+    def read_place(self) -> dict[str, Any]:
+        """Where the run can be reached: `url` of its API, `logs` of its services, `ray_folder` of a private Ray."""
+        if not self.place_path.exists():
+            return {}
+        place: dict[str, Any] = json.loads(self.place_path.read_text())
+        return place
+
+    def write_place(self, **facts: Json) -> None:
+        """Add to what `read_place` returns."""
+        self.write_text(self.place_path, json.dumps({**self.read_place(), **facts}, indent=2) + "\n")
 
     def write_config(self, config: Mapping[str, Json]) -> None:
         """The resolved configuration, defaults included."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 DIGEST_BYTES = 16
 
@@ -39,6 +41,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def host_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a tensor in row-major order; no copy for a contiguous tensor in host memory."""
+    import torch
+
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     array: npt.NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return array.data

@@ -19,13 +19,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from relax.config.run import Fault
 from relax.types import PolicyVersion
 from relax.weights import buckets
-from relax.weights.digest import bytes_digest, dtype_name, host_bytes, tensor_digest, version_digest
+from relax.weights.digest import bytes_digest, dtype_name, host_bytes, version_digest
 from relax.weights.manifest import (
     MANIFEST_NAME,
     CorruptWeights,
@@ -37,6 +36,9 @@ from relax.weights.manifest import (
     read_manifest,
 )
 from relax.weights.space import NoSpace, check_space, free_bytes, ran_full
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -71,16 +73,23 @@ class ReadableVersion:
 
         Raises `CorruptWeights` when one is missing. Content is checked by `verify` alone.
         """
+        for name, stored in self._stored():
+            yield name, stored.tensor()
+
+    def _stored(self) -> Iterator[tuple[str, buckets.StoredTensor]]:
         for name in sorted(self.manifest.tensors):
-            tensor = self._mapped.get(name)
-            if tensor is None:
+            stored = self._mapped.get(name)
+            if stored is None:
                 raise CorruptWeights(
                     f"{self.folder.name}: tensor '{name}' is missing from {self.manifest.tensors[name].bucket}"
                 )
-            yield name, tensor
+            yield name, stored
 
     def verify(self) -> str:
-        """Read everything and return the version's digest; raise `CorruptWeights` at the first difference."""
+        """Read everything and return the version's digest; raise `CorruptWeights` at the first difference.
+
+        Needs no torch.
+        """
         entries = self.manifest.tensors
         if (found := version_digest(entries)) != self.manifest.digest:
             raise CorruptWeights(
@@ -89,14 +98,14 @@ class ReadableVersion:
         for bucket, names in self._mapped.names_by_bucket.items():
             if surplus := {name for name in names if name not in entries or entries[name].bucket != bucket}:
                 raise CorruptWeights(f"{self.folder.name}: {bucket} holds tensors not in its manifest: {min(surplus)}")
-        for name, tensor in self.tensors():
+        for name, stored in self._stored():
             entry = entries[name]
-            if (dtype_name(tensor.dtype), tuple(tensor.shape)) != (entry.dtype, entry.shape):
+            if (stored.dtype, stored.shape) != (entry.dtype, entry.shape):
                 raise CorruptWeights(
-                    f"{self.folder.name}: tensor '{name}' is {dtype_name(tensor.dtype)} {tuple(tensor.shape)}, "
+                    f"{self.folder.name}: tensor '{name}' is {stored.dtype} {stored.shape}, "
                     f"its manifest says {entry.dtype} {entry.shape}"
                 )
-            if (digest := tensor_digest(tensor)) != entry.digest:
+            if (digest := bytes_digest(stored.data)) != entry.digest:
                 raise CorruptWeights(
                     f"{self.folder.name}: tensor '{name}' in {entry.bucket} has digest {digest}, "
                     f"its manifest says {entry.digest}"

@@ -37,7 +37,7 @@ from services.controller.api import (
 )
 from services.controller.book import RunBook, bus_snapshot
 from services.controller.closing import close_run, stats_json
-from services.runtime import ServiceUnavailable, call, run_folder_path
+from services.runtime import ServiceUnavailable, call, run_folder_path, serve_place
 
 logger = logging.getLogger("ray.serve")
 api = FastAPI(title="Relax control API", version="1")
@@ -70,6 +70,8 @@ class Controller:
         self.args = args
         self.folder = RunFolder(run_folder_path(args.run))
         self.run_id = load_or_create_run_id(self.folder.path)
+        place = await asyncio.to_thread(serve_place)
+        await asyncio.to_thread(self.folder.write_place, url=place.url, logs=place.logs)
         self.config: dict[str, Any] = {
             "run": args.run.model_dump(mode="json"),
             "controller": args.controller.model_dump(mode="json"),

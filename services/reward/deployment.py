@@ -27,6 +27,8 @@ from services.runtime import RoleReporter, call, run_folder_path
 PUT_EVERY_S = 0.5
 """Rewards that are slower than this do not hold back those that are ready."""
 PUT_DEADLINE_S = 60.0
+REPORT_EVERY_S = 1.0
+"""A call to the controller costs as much as scoring a few samples: records travel together."""
 FIELDS = ("prompt", "tokens", "loss_mask", "versions", "finish_reason")
 PRODUCES = ("reward", "accuracy", "reward_parts", "reward_state")
 
@@ -49,12 +51,14 @@ class Reward:
         self.pool = RewardPool(args.reward, max_response_tokens=args.run.max_response_tokens, base=Path.cwd())
         await self.pool.start()
         self.failures = FailureWindow()
-        self._reporting: asyncio.Task[None] | None = None
+        self._unreported: list[SampleRecord] = []
+        self._reporting = asyncio.Lock()
         self.bus = await BusClient.connect(
             info.bus, owner=self.reporter.owner, role=names.REWARD, config=args.run.bus, deadline_s=60.0
         )
         self.reporter.state = "running"
         self.reporter.spawn(self._loop)
+        self.reporter.spawn(self._report_loop)
 
     async def check_health(self) -> None:
         self.reporter.check()
@@ -75,9 +79,19 @@ class Reward:
         rows = self.args.reward.rows_per_lease
         request = LeaseRequest(task="reward", fields=FIELDS, max_items=rows, produces=PRODUCES)
         await consume(self.bus, request, self.reporter, self._score_lease)
-        if self._reporting is not None:
-            await self._reporting
+        await self._report()
         self.reporter.state, self.reporter.waiting_for = "done", ""
+
+    async def _report_loop(self) -> None:
+        while not self.reporter.stopped.is_set():
+            await asyncio.sleep(REPORT_EVERY_S)
+            await self._report()
+
+    async def _report(self) -> None:
+        async with self._reporting:  # in order, and the last caller waits for all
+            samples, self._unreported = self._unreported, []
+            if samples:
+                await call(names.CONTROLLER, "report_samples", samples)
 
     async def _score_lease(self, lease: Lease) -> None:
         texts = [self.tokenizer.decode(row.array("tokens")[row.array("loss_mask")]) for row in lease.rows]
@@ -89,14 +103,11 @@ class Reward:
             for row, text, prompt in zip(lease.rows, texts, prompts, strict=True)
         ]
         results = await self._score_and_store(lease, requests)
-        samples = [
+        self._unreported += [
             self._sample(row, text, prompt, result)
             for row, text, prompt, result in zip(lease.rows, texts, prompts, results, strict=True)
         ]
         self._watch_failures(results)
-        if self._reporting is not None:
-            await self._reporting  # in order, and never more than one behind
-        self._reporting = asyncio.create_task(call(names.CONTROLLER, "report_samples", samples))
 
     async def _score_and_store(self, lease: Lease, requests: list[RewardRequest]) -> list[RewardResult]:
         """The results in the order of the rows; each is in the bus at most `PUT_EVERY_S` after it came."""

@@ -62,7 +62,7 @@ def run(ray_cluster: PrivateRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             token=ray_cluster.dashboard.token,
             console=Console(quiet=True),
         )
-        return Finished(outcome, folder, seen)
+        return Finished(folder, outcome, seen)
 
     return start
 

@@ -25,12 +25,10 @@ EASY = ["rollout.data.task=copy", "rollout.data.params={length: 1}", "run.groups
 
 
 @dataclass
-class Finished:
-    """A run that has ended, and its folder."""
+class Folder:
+    """What a run wrote."""
 
-    outcome: Outcome
     folder: Path
-    seen: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -39,6 +37,14 @@ class Finished:
 
     def lines(self, name: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
+
+
+@dataclass
+class Finished(Folder):
+    """A run that has ended, and its folder."""
+
+    outcome: Outcome
+    seen: list[dict[str, Any]] = field(default_factory=list)
 
 
 Runner = Callable[..., Finished]
@@ -59,11 +65,11 @@ def kill_once(condition: Callable[[dict[str, Any]], bool], role: str) -> Callabl
     return during
 
 
-class RunCommand:
+class RunCommand(Folder):
     """`relax run` in a process of its own, with what it started and where it wrote."""
 
     def __init__(self, base: Path, overrides: list[str]):
-        self.folder = base / "run"
+        super().__init__(base / "run")
         self.shm = base / "shm"
         self.shm.mkdir()
         settings = [*overrides, f"run.run_dir={self.folder}", f"dcs.shm_dir={self.shm}"]
@@ -86,14 +92,6 @@ class RunCommand:
     @property
     def exit_code(self) -> int | None:
         return self.process.poll()
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        loaded: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
-        return loaded
-
-    def lines(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / name).read_text().splitlines()]
 
     def running(self) -> bool:
         """Also notes what the command has started so far."""
@@ -127,6 +125,14 @@ class RunCommand:
             assert self.running(), f"ended with {self.exit_code}:\n{self.output}"
             assert time.monotonic() < end, f"no such state within {deadline_s:g} s:\n{self.output}"
             time.sleep(0.2)
+
+    def memory_bytes(self) -> int:
+        """PSS of all that the command has started, Ray included, itself not."""
+        total = 0
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += process.memory_full_info().pss
+        return total
 
     def left_behind(self) -> list[str]:
         """Processes, Ray's folder and shared memory of the ended command."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,11 +39,19 @@ def test_one_command_learns_accounts_for_every_sample_and_leaves_nothing(start: 
     """
     expect = "controller.expect={reward_first_max: 0.3, reward_last_min: 0.9, accuracy_last_min: 0.7}"
     command = start("run.steps=90", "run.max_staleness=1", "actor.checkpoint_every=25", expect)
-    snapshots = []
+    snapshots, memory = [], []
     while command.running():
         status = command.status()
         if status and status["bus"]:
             snapshots.append(status["bus"])
+        if status and status["step"] >= 3 and not memory:
+            memory.append(command.memory_bytes())
+            log = subprocess.run(
+                [sys.executable, "-m", "relax.cli.main", "logs", "controller", str(command.folder)],
+                capture_output=True,
+                timeout=60,
+            )
+            assert log.returncode == 0, log
         time.sleep(1.0)  # the pace of the snapshots; the command's own end is awaited
     assert command.exit_code == 0, command.output
     assert "step 90/90" in command.output and "report.html" in command.output
@@ -57,6 +67,8 @@ def test_one_command_learns_accounts_for_every_sample_and_leaves_nothing(start: 
     assert all(line["version_lag_max"] <= 4 and line["logprob_gap_max"] <= 1e-4 for line in metrics)
     last = [s["reward"] for s in samples[-128:]]
     assert sum(last) / len(last) >= 0.9
+    print("memory", memory)
+    assert memory[0] < 4e9
     assert len(snapshots) > 10
     for bus in snapshots:
         assert bus["produced"] == bus["trained"] + bus["dropped"] + bus["queued"]
@@ -75,7 +87,7 @@ def test_an_interrupted_command_leaves_nothing_and_a_second_signal_changes_nothi
     command = start("run.steps=1000")
     command.wait_for(lambda status: status["step"] >= 3)
     command.process.send_signal(number)
-    time.sleep(0.5)
+    command.wait_for_output("Stopping the services")
     command.process.send_signal(number)
     command.process.wait(120)
     assert command.exit_code == 130, command.output

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -305,3 +306,8 @@ def test_a_really_full_filesystem_gives_no_space_and_frees_what_was_staged(
     assert space.free_bytes(small_disk) == free
     assert read_manifest(store.root / "v00000000").version == 0
     del store
+
+
+def test_the_service_that_verifies_and_commits_loads_no_torch() -> None:
+    script = "import sys, services.dcs.deployment; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
