@@ -80,16 +80,17 @@ class BusClient:
 
     @classmethod
     async def connect(
-        cls, address: BusAddress, *, owner: str, role: str, config: BusConfig, deadline_s: float
+        cls, address: BusAddress, *, owner: str, role: str, config: BusConfig, deadline_s: float, rows: bool = True
     ) -> BusClient:
         """Attach to a running bus (never starts one) as a new incarnation of `owner`.
 
+        rows=False: for calls without rows (statistics, closing topics), which needs no TransferQueue.
         Leases of an older incarnation end, and its writes are refused from now on. Raises
         BusUnavailable when there is no bus within the deadline.
         """
         loop = _Loop(f"bus-{owner}")
         try:
-            return cls(loop, await loop.run(Core.connect(address, owner, role, config, deadline_s)))
+            return cls(loop, await loop.run(Core.connect(address, owner, role, config, rows, deadline_s)))
         except BaseException:
             loop.stop()
             raise
@@ -222,7 +223,7 @@ class SyncBusClient:
     ) -> SyncBusClient:
         loop = _Loop(f"bus-{owner}")
         try:
-            return cls(loop, loop.block(Core.connect(address, owner, role, config, deadline_s), deadline_s))
+            return cls(loop, loop.block(Core.connect(address, owner, role, config, True, deadline_s), deadline_s))
         except BaseException:
             loop.stop()
             raise

@@ -8,14 +8,13 @@ import time
 import uuid
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.exceptions import RayError
 
 from bus.codec import EncodedField, encode_field, pack, unpack
-from bus.engine import error_named
-from bus.errors import BusError, BusFull, BusTimeout, BusUnavailable, CorruptRow, PutLost
+from bus.errors import BusError, BusFull, BusTimeout, BusUnavailable, CorruptRow, PutLost, error_named
 from bus.records import (
     PROMPTS,
     SAMPLES,
@@ -40,11 +39,12 @@ from bus.records import (
     RowHeader,
     RowPut,
     Tags,
-    Welcome,
 )
 from bus.schema import check_row, derived_tags
-from bus.transport import BlobStore
 from relax.config.run import BusConfig
+
+if TYPE_CHECKING:
+    from bus.transport import BlobStore
 
 T = TypeVar("T")
 
@@ -54,9 +54,9 @@ _ATTACH_RETRY_S = 0.2
 class Core:
     """One attached client. Its methods run on the loop that `connect` ran on."""
 
-    def __init__(self, engine: Any, store: BlobStore, caller: Caller, config: BusConfig) -> None:
+    def __init__(self, engine: Any, store: BlobStore | None, caller: Caller, config: BusConfig) -> None:
         self._engine = engine
-        self._store = store
+        self._attached = store
         self.caller = caller
         self.rpc_timeout_s = config.rpc_timeout_s
         self._kept: dict[str, asyncio.Task[None]] = {}
@@ -64,13 +64,26 @@ class Core:
         self._farewells: set[asyncio.Task[None]] = set()
 
     @classmethod
-    async def connect(cls, address: BusAddress, owner: str, role: str, config: BusConfig, deadline_s: float) -> Core:
+    async def connect(
+        cls, address: BusAddress, owner: str, role: str, config: BusConfig, rows: bool, deadline_s: float
+    ) -> Core:
         deadline = time.monotonic() + deadline_s
         engine = await _find(address, deadline)
-        welcome: Welcome = await _ask(engine.register.remote(f"{role}:{owner}"), deadline - time.monotonic())
-        attach = asyncio.to_thread(BlobStore, welcome.engine, welcome.stores)
-        store = await _bounded(attach, deadline - time.monotonic(), "attaching to the storage")
-        return cls(engine, store, welcome.caller, config)
+        caller: Caller = await _ask(engine.call.remote("register", f"{role}:{owner}"), deadline - time.monotonic())
+        store = None
+        if rows:
+            # TransferQueue and torch, first and by our way of importing them: the endpoints are of their types.
+            kind = await _bounded(asyncio.to_thread(_blob_store), deadline - time.monotonic(), "loading TransferQueue")
+            endpoints = await _ask(engine.call.remote("endpoints"), deadline - time.monotonic())
+            attach = asyncio.to_thread(kind, *endpoints)
+            store = await _bounded(attach, deadline - time.monotonic(), "attaching to the storage")
+        return cls(engine, store, caller, config)
+
+    @property
+    def _store(self) -> BlobStore:
+        if self._attached is None:
+            raise BusError(f"{self.caller.owner} is connected for calls only: connect with rows=True to move rows")
+        return self._attached
 
     async def ask(self, kind: type[T], method: str, *arguments: Any, more_s: float = 0.0) -> T:
         """One call to the engine that answers with a `kind`. Raises as `call` does."""
@@ -82,13 +95,13 @@ class Core:
     async def call(self, method: str, *arguments: Any, more_s: float = 0.0) -> Any:
         """One call to the engine. Raises the BusError it answers with, BusTimeout, BusUnavailable."""
         try:
-            reply = getattr(self._engine, method).remote(self.caller, *arguments)
+            reply = self._engine.call.remote(method, self.caller, *arguments)
         except RayError as error:
             raise BusUnavailable(f"the bus is gone: {error}") from error
         return await _ask(reply, self.rpc_timeout_s + more_s)
 
     async def stats(self) -> BusStats:
-        stats: BusStats = await _ask(self._engine.stats.remote(), self.rpc_timeout_s)
+        stats: BusStats = await _ask(self._engine.call.remote("stats"), self.rpc_timeout_s)
         return stats
 
     async def close(self) -> None:
@@ -96,7 +109,8 @@ class Core:
             self._unkeep(lease_id)
         if self._farewells:
             await asyncio.wait(self._farewells, timeout=self.rpc_timeout_s)
-        await asyncio.to_thread(self._store.close)
+        if self._attached is not None:
+            await asyncio.to_thread(self._attached.close)
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -313,6 +327,12 @@ def _row(grant: RowGrant, blobs: dict[tuple[int, str], Any], unpacked: dict[Blob
             unpacked[ref] = unpack(blobs[ref.slot, ref.column], ref.owner_row, dict(ref.fields))
         fields |= unpacked[ref]
     return Row(grant.row_id, grant.group_id, grant.k, grant.segment, fields, grant.tags)
+
+
+def _blob_store() -> type[BlobStore]:
+    from bus.transport import BlobStore
+
+    return BlobStore
 
 
 async def _find(address: BusAddress, deadline: float) -> Any:

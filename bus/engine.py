@@ -21,9 +21,6 @@ from collections.abc import Callable
 from itertools import groupby
 from typing import Any, TypeVar
 
-import ray
-
-from bus import errors
 from bus.errors import BusError, BusUnavailable, StaleEpoch
 from bus.index import Index, Limits
 from bus.index.state import Garbage
@@ -40,7 +37,6 @@ from bus.records import (
     PutPlan,
     RowHeader,
     Verdict,
-    Welcome,
 )
 from bus.tq import SequentialSampler, ZMQMessage, ZMQRequestType, ZMQServerInfo
 from bus.tq import controller as tq_controller
@@ -115,7 +111,7 @@ class BusEngine(_Controller):  # type: ignore[misc]
     async def start(self, stores: list[Any]) -> str:
         """Take the storage actors. Returns the epoch."""
         self._loop = asyncio.get_running_loop()
-        infos = await asyncio.gather(*(store.get_zmq_server_info.remote() for store in stores))
+        infos = await asyncio.gather(*(store.call.remote("get_zmq_server_info") for store in stores))
         # What start-up left behind is not garbage: the collector need not look through it again.
         gc.collect()
         gc.freeze()
@@ -126,18 +122,19 @@ class BusEngine(_Controller):  # type: ignore[misc]
 
     async def ping(self) -> str:
         """The epoch, once all stores have answered; raises what the dead one raises."""
-        alive = await asyncio.gather(*(store.ping.remote() for store in self._stores))
+        alive = await asyncio.gather(*(store.call.remote("ping") for store in self._stores))
         if not all(alive) or not self.process_request_thread.is_alive():
             raise BusUnavailable("a thread of the bus has ended")
         return self.epoch
 
     # -- calls -------------------------------------------------------------------------------
 
-    async def register(self, owner: str) -> Welcome | BusError:
-        caller = self._run(lambda now: self._index.register(owner, now))
-        if isinstance(caller, BusError):
-            return caller
-        return Welcome(caller, self.zmq_server_info, self._store_infos)
+    async def register(self, owner: str) -> Caller | BusError:
+        return self._run(lambda now: self._index.register(owner, now))
+
+    async def endpoints(self) -> tuple[ZMQServerInfo, dict[str, ZMQServerInfo]]:
+        """Where TransferQueue listens: its controller and its storage units."""
+        return self.zmq_server_info, self._store_infos
 
     async def plan_put(
         self, caller: Caller, put_id: str, rows: tuple[RowHeader, ...], lease_id: str | None, ack: bool, wait_s: float
@@ -322,7 +319,7 @@ class BusEngine(_Controller):  # type: ignore[misc]
             if not garbage:
                 return
             slots = [row.slot for row in garbage]
-            await asyncio.gather(*(store.free.remote(slots) for store in self._stores))
+            await asyncio.gather(*(store.call.remote("free", slots) for store in self._stores))
             self._run(lambda now, garbage=garbage: self._freed(garbage, now))  # type: ignore[misc]
 
     def _freed(self, garbage: list[Garbage], now: float) -> None:
@@ -342,14 +339,3 @@ class BusEngine(_Controller):  # type: ignore[misc]
             if partition in self._empty_partitions and not any(p == partition for _, p, _ in self._quarantine):
                 self._empty_partitions.discard(partition)
                 self.clear_partition(partition)
-
-
-def error_named(name: str, message: str) -> BusError:
-    """The error that the engine reported in an answer."""
-    kind = getattr(errors, name, BusError)
-    error: BusError = kind(message)
-    return error
-
-
-EngineActor = ray.remote(BusEngine)
-StorageActor = ray.remote(BusStorage)

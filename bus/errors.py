@@ -49,3 +49,9 @@ class CorruptRow(BusError):
 
 class PutLost(BusError):
     """The plan of a put is gone (expired or committed already): plan the put anew."""
+
+
+def error_named(name: str, message: str) -> BusError:
+    """The error that the engine reported in an answer."""
+    kind = globals().get(name)
+    return kind(message) if isinstance(kind, type) and issubclass(kind, BusError) else BusError(message)

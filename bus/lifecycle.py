@@ -11,8 +11,8 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from bus.engine import EngineActor, StorageActor
 from bus.errors import BusError, BusTimeout, BusUnavailable
+from bus.hosts import EngineActor, StorageActor
 from bus.index import Limits
 from bus.records import BusAddress
 from bus.schema import JSON_BYTES, TOKEN_FIELDS, bytes_per_token
@@ -88,7 +88,7 @@ def create_bus(
             config.host, (ports[0], ports[1]), limits
         )
         made.append(engine)
-        ray.get(engine.start.remote(stores), timeout=max(0.0, deadline - time.monotonic()))
+        ray.get(engine.call.remote("start", stores), timeout=max(0.0, deadline - time.monotonic()))
     except GetTimeoutError as error:
         _kill(made)
         raise BusTimeout(f"the bus of run {run_id} did not start within {deadline_s} s") from error
@@ -102,7 +102,7 @@ def ping(address: BusAddress, deadline_s: float) -> str:
     """The epoch of the bus, once engine and stores have answered. BusTimeout or BusUnavailable."""
     try:
         engine = ray.get_actor(address.engine, namespace=address.namespace)
-        reply = ray.get(engine.ping.remote(), timeout=deadline_s)
+        reply = ray.get(engine.call.remote("ping"), timeout=deadline_s)
     except GetTimeoutError as error:
         raise BusTimeout(f"{address.engine} did not answer within {deadline_s} s") from error
     except (RayError, ValueError) as error:

@@ -406,12 +406,3 @@ class BusStats:
 
 def _number(value: Scalar) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """Answer to `register`: who the caller now is, and where TransferQueue listens."""
-
-    caller: Caller
-    engine: Any
-    stores: dict[str, Any]

@@ -11,16 +11,18 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tokenizers
-import torch
 from safetensors import SafetensorError, safe_open
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 
 from relax.config.run import ModelConfig
 from relax.types import Json, ModelError
+
+if TYPE_CHECKING:
+    import torch
 
 SPEC_FILE = "relax_model.json"
 """Written into a folder that we made: the settings it was made from."""
@@ -133,6 +135,7 @@ def _build_tiny(spec: dict[str, Json], folder: Path) -> None:
     heads, hidden = spec["heads"], spec["hidden_size"]
     pad, bos, eos = range(len(SPECIAL_TOKENS))
     # Here, and not above: a process that only checks a folder need not load transformers' models.
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
@@ -168,6 +171,8 @@ def _rope(config_class: type) -> dict[str, Any]:
 
 def _fill(model: torch.nn.Module, seed: int, std: float) -> None:
     """Own initialisation: the library's differs between its versions, the content may not. Norm weights are 1."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, weight in sorted(model.named_parameters()):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoTokenizer
 
 from relax.types import DataError, ModelError, Prompt
 
@@ -31,6 +30,8 @@ class Tokenizer:
     @classmethod
     def load(cls, path: Path | str, *, trust_remote_code: bool = False) -> Tokenizer:
         """Open the tokenizer in a model folder. Raises `ModelError` when it is missing or broken."""
+        from transformers import AutoTokenizer  # loads torch: whoever only names this class does not
+
         folder = Path(path)
         if not folder.is_dir():
             raise ModelError(f"tokenizer folder {folder} does not exist")

@@ -11,7 +11,8 @@ from relax.control.watchdog import BusSnapshot, LeaseSnapshot, RoleSnapshot
 from services import names
 from services.controller.api import AdoptionReport, EvalReport, Heartbeat, RoleView
 
-IDLE_STATES = frozenset({"done", "stopped"})
+ADOPTION_ATTEMPTS = 10
+"""Failed adoptions of an instance that has never held weights, after which it counts as unable to."""
 
 
 def bus_snapshot(stats: BusStats, now: float) -> BusSnapshot:
@@ -22,6 +23,10 @@ def bus_snapshot(stats: BusStats, now: float) -> BusSnapshot:
         leases=[LeaseSnapshot(held.task, held.owner, held.items, now - held.age_s) for held in stats.held],
         closed=frozenset(stats.closed),
     )
+
+
+def _cannot_adopt(beat: Heartbeat) -> bool:
+    return "version" not in beat.facts and beat.counters.get("adoptions_failed", 0) >= ADOPTION_ATTEMPTS
 
 
 @dataclass(slots=True)
@@ -92,7 +97,8 @@ class RunBook:
         return True
 
     def fatal(self) -> str | None:
-        """The first reason to end the run: a role's own, or a log-prob gap above its limit (B8)."""
+        """The first reason to end the run: a log-prob gap above its limit (B8), a role's own, or weights that
+        no instance can adopt (B4)."""
         limit = self.args.controller.logprob_gap_limit
         if limit is not None and self.gap_max > limit:
             return (
@@ -102,6 +108,10 @@ class RunBook:
         for account in self.replicas.values():
             if account.beat.fatal:
                 return f"{account.beat.instance}: {account.beat.fatal}"
+        instances = [account.beat for account in self.replicas.values() if account.beat.role == "instance"]
+        if instances and all(_cannot_adopt(beat) for beat in instances):
+            errors = sorted({str(beat.facts.get("adoption_error")) for beat in instances})
+            return f"no rollout instance could adopt weights in {ADOPTION_ATTEMPTS} attempts: {'; '.join(errors)}"
         return None
 
     def missing(self) -> list[str]:

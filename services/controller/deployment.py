@@ -91,7 +91,12 @@ class Controller:
             create_bus, self.run_id, namespace, args.run.bus, args.run.max_tokens
         )
         self.bus = await BusClient.connect(
-            self.bus_address, owner="controller", role=names.CONTROLLER, config=args.run.bus, deadline_s=60.0
+            self.bus_address,
+            owner="controller",
+            role=names.CONTROLLER,
+            config=args.run.bus,
+            deadline_s=60.0,
+            rows=False,
         )
         self._task = asyncio.get_running_loop().create_task(self._supervise())
 

@@ -24,10 +24,6 @@ from relax.data.models import ensure_model
 from relax.data.tokenizer import Tokenizer
 from relax.engines.base import EngineError
 from relax.engines.client import SglangClient
-from relax.engines.embedded import load_engine
-from relax.engines.server import HttpServer
-from relax.engines.service import EngineService
-from relax.engines.transports import LocalTransport
 from relax.rollout.base import WorkerContext
 from relax.rollout.load import load_worker
 from relax.rollout.supervise import Failure, run_with_retries
@@ -71,6 +67,12 @@ def sample_seed(run_seed: int, sample_id: str) -> int:
 )
 class RolloutInstance:
     async def __init__(self, args: RolloutArgs, app: str) -> None:  # type: ignore[misc]  # Serve awaits it
+        # Here, and not above: the manager names this class and loads no engine.
+        from relax.engines.embedded import load_engine
+        from relax.engines.server import HttpServer
+        from relax.engines.service import EngineService
+        from relax.engines.transports import LocalTransport
+
         limit_threads(args.run)
         self.args, self.app = args, app
         self.reporter = RoleReporter("instance", app)

@@ -59,7 +59,7 @@ def kill(address: BusAddress, name: str) -> None:
 
 
 def rows_held(address: BusAddress) -> int:
-    return int(inside(address, address.stores[0], lambda store: len(store.storage_data._active_keys)))
+    return int(inside(address, address.stores[0], lambda host: len(host._storage.storage_data._active_keys)))
 
 
 def unique(name: str) -> str:
@@ -181,7 +181,9 @@ async def test_a_cancelled_lease_call_takes_no_work_with_it(
     if when == "reading":
         assert await asyncio.to_thread(reading.wait, 30)
     else:
-        while request.lease_id not in inside(bus_address, bus_address.engine, lambda engine: [*engine._waiting_for]):
+        while request.lease_id not in inside(
+            bus_address, bus_address.engine, lambda host: [*host._engine._waiting_for]
+        ):
             await asyncio.sleep(0.05)
     call.cancel()
     await asyncio.wait([call])
@@ -318,7 +320,7 @@ async def test_a_call_of_another_epoch_is_refused(bus_address: BusAddress, bus_c
     client = await connect(bus_address, bus_config, "all")
     engine = ray.get_actor(bus_address.engine, namespace=bus_address.namespace)
     stranger = Caller(client.caller.owner, client.caller.incarnation, "epoch of yesterday")
-    assert isinstance(await engine.extend.remote(stranger, "x"), StaleEpoch)
+    assert isinstance(await engine.call.remote("extend", stranger, "x"), StaleEpoch)
     client._core.caller = stranger
     with pytest.raises(StaleEpoch):
         await client.gc(1)
@@ -431,9 +433,9 @@ async def test_a_commit_whose_answer_is_lost_counts_once(bus_address: BusAddress
 def test_listening_sockets_are_on_loopback_only(bus_address: BusAddress) -> None:
     """The wire of TransferQueue is unauthenticated. Ray's own sockets are Ray's matter."""
     pids = [inside(bus_address, name, lambda actor: os.getpid()) for name in (bus_address.engine, *bus_address.stores)]
-    infos = [
-        inside(bus_address, name, lambda actor: actor.zmq_server_info.ports)
-        for name in (bus_address.engine, *bus_address.stores)
+    infos = [inside(bus_address, bus_address.engine, lambda host: host._engine.zmq_server_info.ports)]
+    infos += [
+        inside(bus_address, name, lambda host: host._storage.zmq_server_info.ports) for name in bus_address.stores
     ]
     ports = {port for info in infos for port in info.values()}
     seen = set()

@@ -118,3 +118,16 @@ def test_a_run_is_done_when_trainer_manager_and_reward_are(book: RunBook) -> Non
     assert not book.all_done()
     book.record_beat(beat("reward", state="done"), 1.0)
     assert book.all_done()
+
+
+def test_weights_that_no_instance_can_adopt_end_the_run(book: RunBook) -> None:
+    """behaviour: B4"""
+    failing: dict[str, Any] = {"counters": {"adoptions_failed": 10}, "facts": {"adoption_error": "digest differs"}}
+    book.record_beat(beat("instance", instance="rollout-0", **failing), 1.0)
+    assert "digest differs" in (book.fatal() or "")
+    book.record_beat(beat("instance", instance="rollout-1", counters={"adoptions_failed": 9}), 1.0)
+    assert book.fatal() is None, "the other may still succeed"
+    holds = {**failing, "facts": {"version": 3, "adoption_error": "digest differs"}}
+    for name in ("rollout-0", "rollout-1"):
+        book.record_beat(beat("instance", instance=name, **holds), 2.0)
+    assert book.fatal() is None, "they hold older weights"
