@@ -8,11 +8,13 @@ import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import filelock
 import tokenizers
 from safetensors import SafetensorError, safe_open
 from tokenizers import decoders, pre_tokenizers
@@ -37,6 +39,9 @@ tell them apart. With the usual 10^4 and more it cannot learn to reverse."""
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
 """Ids 0, 1 and 2 of `tiny_char`; the alphabet follows in its order."""
 
+BUILD_DEADLINE_S = 120.0
+"""Longest wait for another process that makes the same model: on loaded cores the library's classes load slowly."""
+
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
@@ -44,9 +49,10 @@ def ensure_model(config: ModelConfig, folder: Path, seed: int) -> Path:
     """The folder of the configured policy, ready to load.
 
     `hf`: `config.path`, checked; `folder` is not touched. `tiny_char`: `folder`, made on the first
-    call. Any number of processes may call at once: each builds beside the target and one rename
-    wins, and the content is a function of (config, seed). Raises `ModelError` for a folder that
-    cannot be used, or that was made from other settings.
+    call. Any number of processes may call at once: one builds and the others wait for it. Where a
+    lock does not hold (some network file systems) several build beside the target and one rename
+    wins; the content is a function of (config, seed). Raises `ModelError` for a folder that cannot
+    be used, or that was made from other settings.
     """
     if config.path is not None:
         path = Path(config.path)
@@ -54,11 +60,35 @@ def ensure_model(config: ModelConfig, folder: Path, seed: int) -> Path:
         return path
     spec = _tiny_spec(config, seed)
     if not _holds_files(folder):
-        with building(folder) as temporary:
-            _build_tiny(spec, temporary)
+        with _alone(folder):
+            if not _holds_files(folder):
+                with building(folder) as temporary:
+                    _build_tiny(spec, temporary)
     _check_spec(folder, spec)
     validate_model_folder(folder)
     return folder
+
+
+def await_model(config: ModelConfig, folder: Path, seed: int, deadline_s: float) -> Path:
+    """As `ensure_model`, where another process builds: one that loads the model's classes anyway."""
+    end = time.monotonic() + deadline_s
+    while config.path is None and not _holds_files(folder):
+        if time.monotonic() > end:
+            raise ModelError(f"no process has made the model folder {folder} within {deadline_s:g} s")
+        time.sleep(0.1)
+    return ensure_model(config, folder, seed)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(f"{folder}.lock", timeout=BUILD_DEADLINE_S):
+            yield
+    except filelock.Timeout as error:
+        raise ModelError(f"another process has been making {folder} for {BUILD_DEADLINE_S:g} s") from error
+    except OSError as error:
+        raise ModelError(f"cannot make the model folder {folder}: {error.strerror or error}") from error
 
 
 def validate_model_folder(path: Path) -> None:

@@ -11,7 +11,7 @@ from ray import serve
 from bus.client import BusClient
 from bus.records import Lease, LeaseRequest, Row, RowPut
 from relax.config.file import RewardArgs
-from relax.data.models import ensure_model
+from relax.data.models import await_model
 from relax.data.tokenizer import Tokenizer
 from relax.rewards.base import RewardRequest, RewardResult
 from relax.rewards.failures import FailureWindow, settle
@@ -22,7 +22,7 @@ from services.consume import consume
 from services.controller.api import SampleRecord
 from services.reward.api import ScoreReply, ScoreRequest
 from services.rollout.evaluation import PART_TAG
-from services.runtime import RoleReporter, call, run_folder_path
+from services.runtime import START_DEADLINE_S, RoleReporter, call, run_folder_path
 
 PUT_EVERY_S = 0.5
 """Rewards that are slower than this do not hold back those that are ready."""
@@ -46,7 +46,7 @@ class Reward:
         self.reporter = RoleReporter(names.REWARD, names.REWARD)
         info = await self.reporter.join(args.reward.model_dump(mode="json"))
         run_dir = run_folder_path(args.run)
-        model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
+        model = await asyncio.to_thread(await_model, args.run.model, run_dir / "model", args.run.seed, START_DEADLINE_S)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, model)
         self.pool = RewardPool(args.reward, max_response_tokens=args.run.max_response_tokens, base=Path.cwd())
         await self.pool.start()

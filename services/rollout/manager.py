@@ -10,7 +10,7 @@ from ray import serve
 from bus.client import BusClient
 from bus.records import PROMPTS
 from relax.config.file import RolloutArgs, eval_data
-from relax.data.models import ensure_model
+from relax.data.models import await_model
 from relax.data.source import build_eval_set, build_source
 from relax.data.tokenizer import Tokenizer
 from relax.types import GroupId, Prompt
@@ -19,7 +19,7 @@ from services.rollout.evaluation import Evaluation
 from services.rollout.groups import GroupKeeper
 from services.rollout.instances import InstancePool
 from services.rollout.ledger import Ledger
-from services.runtime import RoleReporter, call, run_folder_path
+from services.runtime import START_DEADLINE_S, RoleReporter, call, run_folder_path
 
 logger = logging.getLogger("ray.serve")
 
@@ -40,7 +40,7 @@ class RolloutManager:
         self.reporter = RoleReporter(names.ROLLOUT, names.ROLLOUT)
         info = await self.reporter.join(args.rollout.model_dump(mode="json"))
         run_dir = run_folder_path(args.run)
-        model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
+        model = await asyncio.to_thread(await_model, args.run.model, run_dir / "model", args.run.seed, START_DEADLINE_S)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model)
         source = await asyncio.to_thread(
             build_source, args.rollout.data, args.run.seed, tokenizer, args.run.max_prompt_tokens

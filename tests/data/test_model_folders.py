@@ -4,15 +4,18 @@ import json
 import multiprocessing
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from relax.config.run import ModelConfig
-from relax.data.models import building, ensure_model, validate_model_folder
+from relax.data import models
+from relax.data.models import await_model, building, ensure_model, validate_model_folder
 from relax.data.tokenizer import Tokenizer
 from relax.types import ModelError
 
@@ -100,7 +103,7 @@ def test_three_processes_at_once_get_one_and_the_same_model(tmp_path: Path) -> N
         process.join(timeout=120)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert got == [contents(tmp_path / "model")] * 3
-    assert [p.name for p in tmp_path.iterdir()] == ["model"], "no temporary folder is left"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "model.lock"], "no temporary folder is left"
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -173,3 +176,26 @@ def test_a_folder_of_shards_is_accepted(plain_folder: Path, tmp_path: Path) -> N
         json.dumps({"weight_map": {"w": "model-00001.safetensors"}})
     )
     validate_model_folder(tmp_path / "m")
+
+
+def test_only_one_of_several_callers_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builds: list[Path] = []
+    real = models._build_tiny
+
+    def counted(spec: dict[str, Any], folder: Path) -> None:
+        builds.append(folder)
+        real(spec, folder)
+
+    monkeypatch.setattr(models, "_build_tiny", counted)
+    with ThreadPoolExecutor(3) as pool:
+        paths = list(pool.map(lambda _: ensure_model(SMALL, tmp_path / "model", 1), range(3)))
+    assert paths == [tmp_path / "model"] * 3 and len(builds) == 1
+
+
+def test_a_process_that_does_not_build_waits_for_the_one_that_does(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no process has made the model folder .* within 0.3 s"):
+        await_model(SMALL, tmp_path / "model", 1, 0.3)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(await_model, SMALL, tmp_path / "model", 1, 120.0)
+        ensure_model(SMALL, tmp_path / "model", 1)
+        assert waiting.result(60) == tmp_path / "model"
