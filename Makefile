@@ -17,6 +17,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@# torch first, at its exact pin: an open requirement would pull a CUDA build.
 	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/pip install --no-compile --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@# Every process of a run imports torch: without compiled files (none are written where
+	@# PYTHONDONTWRITEBYTECODE is set) each would compile it anew. Some packages ship files that do not compile.
+	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 	touch $@
 
 demo: $(STAMP)

@@ -67,7 +67,6 @@ def test_one_command_learns_accounts_for_every_sample_and_leaves_nothing(start: 
     assert all(line["version_lag_max"] <= 4 and line["logprob_gap_max"] <= 1e-4 for line in metrics)
     last = [s["reward"] for s in samples[-128:]]
     assert sum(last) / len(last) >= 0.9
-    print("memory", memory)
     assert memory[0] < 4e9
     assert len(snapshots) > 10
     for bus in snapshots:
