@@ -255,10 +255,12 @@ class Core:
         return result
 
     async def release(self, lease_id: str, reason: str, row_ids: Sequence[str] | None) -> int:
+        if row_ids is None and lease_id in self._ended:  # nothing is left of it to hand back
+            self._ended.discard(lease_id)
+            return 0
         items = None if row_ids is None else tuple(row_ids)
         if items is None:
             self._unkeep(lease_id)
-            self._ended.discard(lease_id)
         return await self.ask(int, "release", lease_id, items, reason)
 
     async def give_up(self, lease_id: str, reason: str) -> None:
