@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 from bus.client import BusClient
-from bus.errors import BusError
-from bus.records import Closed, Empty, Lease, LeaseRequest
+from bus.errors import BusError, BusTimeout
+from bus.records import AckResult, Closed, Empty, Lease, LeaseRequest
+from relax.types import PolicyVersion
 from services.runtime import RoleReporter
 
 LONG_POLL_S = 2.0
 """How long one lease call waits in the bus: also how late a stop is noticed."""
+
+COMMIT_ATTEMPTS = 3
 
 
 @contextlib.asynccontextmanager
@@ -24,6 +27,26 @@ async def holding(bus: BusClient, lease: Lease) -> AsyncIterator[None]:
             await bus.release(lease.lease_id, type(error).__name__)
         raise
     await bus.ack(lease.lease_id)
+
+
+async def commit_step(
+    bus: BusClient,
+    lease_ids: Sequence[str],
+    *,
+    version: PolicyVersion,
+    step: int,
+    on_repeat: Callable[[], None],
+) -> AckResult:
+    """Commit a trained step; repeated when no answer came, as the bus knows a step that it has committed.
+
+    `on_repeat` is called before each repetition. Raises `BusTimeout` after `COMMIT_ATTEMPTS` unanswered calls.
+    """
+    for _ in range(COMMIT_ATTEMPTS - 1):
+        try:
+            return await bus.commit_step(lease_ids, version=version, step=step)
+        except BusTimeout:
+            on_repeat()
+    return await bus.commit_step(lease_ids, version=version, step=step)
 
 
 async def consume(

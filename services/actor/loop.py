@@ -23,8 +23,7 @@ import numpy.typing as npt
 import torch
 
 from bus.client import BusClient
-from bus.errors import BusTimeout
-from bus.records import AckResult, Closed, Empty, Lease, LeaseRequest
+from bus.records import Closed, Empty, Lease, LeaseRequest
 from relax.algorithms import build_loss
 from relax.config.file import ActorArgs
 from relax.control.admission import hold_below
@@ -34,14 +33,12 @@ from relax.types import PolicyVersion, Purpose, RelaxError
 from relax.weights.store import WeightStore
 from services import names
 from services.actor.batch import StepSamples, actor_fields, train_rows
+from services.consume import COMMIT_ATTEMPTS, LONG_POLL_S, commit_step
 from services.dcs.api import PublishedVersion, PublishTicket
 from services.runtime import RoleReporter, call
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
-
-LONG_POLL_S = 2.0
-COMMIT_ATTEMPTS = 3
 
 
 class TrainingStopped(Exception):
@@ -141,22 +138,22 @@ class TrainingLoop:
             publish_s = time.monotonic() - publish_begin
         self.step, self.version = self.step + 1, version
         leased = [lease.lease_id for lease in leases]
-        committed = self._commit(leased)
+        committed = self.wait(
+            commit_step(
+                self.bus,
+                leased,
+                version=version,
+                step=self.step,
+                on_repeat=lambda: self.reporter.count("commits_repeated"),
+            ),
+            COMMIT_ATTEMPTS * self.args.run.bus.rpc_timeout_s + 5.0,
+        )
         self.lags.update(samples.lags)
         self._send_record(samples, result, time.monotonic() - begin, publish_s)
         due = self.args.actor.checkpoint_every and self.step % self.args.actor.checkpoint_every == 0
         if (due or committed.retained_over_budget) and self.step < self.args.run.steps:
             self._checkpoint()
         return True
-
-    def _commit(self, leased: list[str]) -> AckResult:
-        """Repeated when no answer came: the bus knows a step that it has committed."""
-        for _ in range(COMMIT_ATTEMPTS - 1):
-            try:
-                return self.wait(self.bus.commit_step(leased, version=self.version, step=self.step))
-            except BusTimeout:
-                self.reporter.count("commits_repeated")
-        return self.wait(self.bus.commit_step(leased, version=self.version, step=self.step))
 
     def _stream(self, samples: StepSamples, leases: list[Lease]) -> Iterator[TrainBatch]:
         """Micro-batches of the step as its groups become ready. Ends early only when the data has ended."""

@@ -53,3 +53,15 @@ def bus_address(private_ray: str, bus_config: BusConfig) -> Iterator[BusAddress]
     address = start_bus(private_ray, bus_config)
     yield address
     destroy_bus(address)
+
+
+@pytest.fixture
+def own_bus(private_ray: str, bus_config: BusConfig) -> Iterator[BusAddress]:
+    """A small bus that the test may fill or break."""
+    from bus_traffic import start_bus
+
+    from bus.lifecycle import destroy_bus
+
+    address = start_bus(private_ray, bus_config.model_copy(update={"max_rows": 16}))
+    yield address
+    destroy_bus(address)
