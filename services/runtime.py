@@ -193,6 +193,7 @@ class RoleReporter:
         """Wait for the controller, hand it this role's part of the resolved configuration, begin reporting."""
         info: RunInfo = await call_when_up(names.CONTROLLER, "join", self.role, section)
         self.interval_s = info.heartbeat_s
+        logger.info("%s joined run %s, process %d", self.instance, info.run_id, os.getpid())
         self.start()
         return info
 

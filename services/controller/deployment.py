@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import os
 import time
 import uuid
 from pathlib import Path
@@ -72,6 +73,7 @@ class Controller:
         self.run_id = load_or_create_run_id(self.folder.path)
         place = await asyncio.to_thread(serve_place)
         await asyncio.to_thread(self.folder.write_place, url=place.url, logs=place.logs)
+        logger.info("run %s in %s, process %d", self.run_id, self.folder.path, os.getpid())
         self.config: dict[str, Any] = {
             "run": args.run.model_dump(mode="json"),
             "controller": args.controller.model_dump(mode="json"),
