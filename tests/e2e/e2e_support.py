@@ -81,6 +81,8 @@ class RunCommand(Folder):
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=base,
+                # Ignored where the tests themselves run in the background, and children inherit that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self._seen: set[psutil.Process] = set()
         self._ray_folder: str | None = None
