@@ -153,11 +153,15 @@ class AdmitResult:
     settled: tuple[tuple[str, str], ...] = ()
 
 
+TEACHER_TASK = "teacher:"
+"""Begins the task of one teacher: rows whose tag `teacher` is the name that follows."""
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseRequest:
     """What a consumer asks for. A retry with the same `lease_id` gets the same batch.
 
-    task: rollout | reward | ref | actor. fields: needed and delivered; `prompt` may be asked for
+    task: rollout | reward | ref | actor | teacher:<name>. fields: needed and delivered; `prompt` may be asked for
     by any task. max_items: rows for row-level tasks (reward, ref), groups for rollout and actor.
     produces: a row that already has these is not offered again. version: the caller's policy
     version (rollout: groups with a larger min_version are withheld; actor: the lag is computed

@@ -52,20 +52,23 @@ SCHEMA: Mapping[str, Field] = {
         _per_token("ref_logprobs", "float32"),
         _per_token("proximal_logprobs", "float32"),
         _per_token("values", "float32"),
+        _per_token("teacher_logprobs", "float32"),
+        Field("teacher_topk_ids", "array", ("int32",), 2, "T"),
+        Field("teacher_topk_logprobs", "array", ("float32",), 2, "T"),
         # One row per predicted token, hence T-1: outside the length group.
         Field("routed_experts", "array", ("uint8", "int16"), 3),
     )
 }
 
 _PREFIXED: Mapping[str, Field] = {
-    "teacher_logprobs.": Field("teacher_logprobs.*", "array", ("float32",), 1, "T"),
-    "teacher_topk_ids.": Field("teacher_topk_ids.*", "array", ("int32",), 2, "T"),
-    "teacher_topk_logprobs.": Field("teacher_topk_logprobs.*", "array", ("float32",), 2, "T"),
     "media.": Field("media.*", "json"),
 }
 
-TOKEN_FIELDS = ("tokens", "loss_mask", "rollout_logprobs", "versions", "ref_logprobs", "proximal_logprobs", "values")
-"""What one row carries at most in a run without teachers: the default worst case."""
+TOKEN_FIELDS = (
+    "tokens", "loss_mask", "rollout_logprobs", "versions", "ref_logprobs", "proximal_logprobs", "values",
+    "teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs",
+)  # fmt: skip
+"""What one row carries at most: the worst case that is reserved."""
 
 JSON_BYTES = 4096
 """Room per row for JSON fields, scalars and headers in the worst case."""

@@ -7,14 +7,25 @@ DCS = "dcs"
 ROLLOUT = "rollout"
 REWARD = "reward"
 REF = "ref"
+TEACHER = "teacher"
 ACTOR = "actor"
 
+INSTANCE = "instance"
+"""Role of a rollout instance."""
+
+EVALUATOR = "evaluator"
+"""Role of an instance that only evaluates."""
+
 INSTANCE_PREFIX = "rollout-"
-"""Application of one rollout instance: `rollout-<number>`."""
+"""Application of one rollout instance: `rollout-<number>`, or `rollout-eval-<number>`."""
 
 
 def instance_app(number: int) -> str:
     return f"{INSTANCE_PREFIX}{number}"
+
+
+def evaluator_app(number: int) -> str:
+    return f"{INSTANCE_PREFIX}eval-{number}"
 
 
 def namespace(run_name: str) -> str:

@@ -172,7 +172,7 @@ class Index:
         if topic not in (PROMPTS, SAMPLES, TRAINING):
             raise BusError(f"unknown topic {topic!r}")
         self.state.closed.add(topic)
-        self.state.woken |= {"rollout", "reward", "ref", "actor"}
+        self.state.woken |= {"rollout", "actor", *self._queues.rows}
 
     def set_version(self, caller: Caller, version: int, step: int, now: float) -> None:
         """The newest published version and its step. Versions never fall; BusError if one does."""

@@ -201,7 +201,7 @@ class Groups:
         self._s.open_train.discard(group_id)
         if group.is_train and group.actor.lease_id is None:
             self._leave_waiting(group)
-        self._s.woken |= {"rollout", "reward", "ref", "actor", SPACE}
+        self._s.woken |= {"rollout", "actor", SPACE, *self._queues.rows}
         if step is not None:
             self._retain(group)
             self._s.trained_in.setdefault(step, []).append(group_id)

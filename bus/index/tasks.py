@@ -1,4 +1,4 @@
-"""Which task may take what: the four tasks and their ready queues."""
+"""Which task may take what: the tasks and their ready queues."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from bus.errors import BusError
 from bus.index.queues import ReadyQueue
 from bus.index.state import Group, Row, State
-from bus.records import LeaseRequest, VerdictKind
+from bus.records import TEACHER_TASK, LeaseRequest, VerdictKind
 from relax.types import Purpose
 
 Level = Literal["prompt", "row", "group"]
@@ -22,6 +22,8 @@ class Task:
     level: Level
     purposes: frozenset[Purpose]
     after_verdict: bool = False
+    teacher: str | None = None
+    """Only rows whose tag `teacher` is this name."""
 
 
 TASKS = {
@@ -36,8 +38,11 @@ TASKS = {
 
 
 def task_named(name: str) -> Task:
+    if name.startswith(TEACHER_TASK):
+        teacher = name.removeprefix(TEACHER_TASK)
+        return Task(name, "row", frozenset({Purpose.TRAIN}), after_verdict=True, teacher=teacher)
     if name not in TASKS:
-        raise BusError(f"unknown task {name!r}; known: {', '.join(TASKS)}")
+        raise BusError(f"unknown task {name!r}; known: {', '.join(TASKS)}, {TEACHER_TASK}<name>")
     return TASKS[name]
 
 
@@ -60,6 +65,8 @@ class RowQueue:
             return False
         accepted = group.verdict is VerdictKind.ACCEPTED or group.spec.accept_rows
         if self._task.after_verdict and not accepted:
+            return False
+        if self._task.teacher is not None and row.tags.get("teacher") != self._task.teacher:
             return False
         name = self._task.name
         if name in row.done or name in row.leases or group.members[row.k].tombstone is not None:

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from relax.types import BoolArray, FloatArray
+from relax.types import FloatArray
 
 Estimator = Literal["k1", "k2", "k3"]
 
@@ -29,8 +29,8 @@ def kl_estimate(estimator: Estimator, logprobs: Tensor, ref_logprobs: Tensor) ->
             return torch.expm1(log_r) - log_r
 
 
-def sequence_kl(estimator: Estimator, logprobs: FloatArray, ref_logprobs: FloatArray, loss_mask: BoolArray) -> float:
-    """Sum of the estimate over the tokens [T] where `loss_mask` is true."""
-    policy = torch.tensor(logprobs[loss_mask], dtype=torch.float64)
-    reference = torch.tensor(ref_logprobs[loss_mask], dtype=torch.float64)
-    return float(kl_estimate(estimator, policy, reference).sum())
+def token_kl(estimator: Estimator, logprobs: FloatArray, ref_logprobs: FloatArray) -> FloatArray:
+    """The estimate at each token; arrays of one shape, as the result."""
+    policy, reference = torch.from_numpy(logprobs).double(), torch.from_numpy(ref_logprobs).double()
+    estimate: FloatArray = kl_estimate(estimator, policy, reference).float().numpy()
+    return estimate

@@ -83,13 +83,16 @@ def _check_model_and_data(file: RunFile) -> int:
     import tempfile
 
     from relax.data.models import count_parameters, ensure_model
+    from relax.data.recorded import recorded_of
     from relax.data.source import build_eval_set, build_source
     from relax.data.tokenizer import Tokenizer
 
     with tempfile.TemporaryDirectory(prefix="relax-check-") as folder:
         model = ensure_model(file.run.model, Path(folder) / "model", file.run.seed)
         tokenizer = Tokenizer.load(model)
-        source = build_source(file.rollout.data, file.run.seed, tokenizer, file.run.max_prompt_tokens)
+        source = build_source(
+            file.rollout.data, file.run.seed, tokenizer, file.run.max_prompt_tokens, recorded_of(file.run)
+        )
         prompt = source.next()
         if prompt is None:
             raise ConfigError(["rollout.data: the source holds no usable prompt"])
@@ -103,15 +106,31 @@ def _check_model_and_data(file: RunFile) -> int:
 
 
 def _check_plugins(file: RunFile) -> list[str]:
+    from relax.algorithms import build_loss, own_advantage
+    from relax.plugins import load_function
     from relax.rewards.functions import resolve
     from relax.rollout.load import load_worker
+    from relax.training.own_trainer import load_trainer
 
     problems = []
     try:
         load_worker(file.rollout.worker, Path.cwd())
     except RelaxError as error:
         problems.append(f"rollout.worker: {error}")
-    for part in file.reward.parts:
+    own = file.rollout.filter.kind
+    try:
+        if ":" in own:
+            load_function(own, Path.cwd())
+    except RelaxError as error:
+        problems.append(f"rollout.filter: {error}")
+    try:
+        if file.actor.trainer is not None:
+            load_trainer(file.actor.trainer, Path.cwd())
+        own_advantage(file.actor.algorithm, Path.cwd())
+        build_loss(file.actor.algorithm, file.run.max_response_tokens, Path.cwd())
+    except RelaxError as error:
+        problems.append(f"actor: {error}")
+    for part in file.reward.parts if file.reward else ():
         try:
             resolve(part.name, part.params, Path.cwd())
         except RelaxError as error:
@@ -129,15 +148,26 @@ def plan(file: RunFile, parameters: int) -> CheckReport:
         Placement("dcs", 1, cpus["dcs"], LIGHT_PROCESS_BYTES, "weights, checkpoints"),
         Placement("rollout", 1, cpus["rollout"], LIGHT_PROCESS_BYTES, "prompts, ledger, instances"),
         Placement(
-            "instance",
-            file.rollout.instances,
-            file.rollout.instance_num_cpus,
-            file.rollout.instances * (PROCESS_BYTES + 2 * width * parameters),
-            f"engine {file.rollout.engine.backend}, {file.rollout.engine.slots} slots",
+            "actor",
+            1,
+            cpus["actor"],
+            PROCESS_BYTES + 16 * parameters * (1 if file.actor.critic is None else 2),
+            f"backend {file.actor.backend}" + ("" if file.actor.critic is None else ", with a critic"),
         ),
-        Placement("reward", 1, cpus["reward"], LIGHT_PROCESS_BYTES * (1 + file.reward.workers), "killable workers"),
-        Placement("actor", 1, cpus["actor"], PROCESS_BYTES + 16 * parameters, f"backend {file.actor.backend}"),
     ]
+    if file.run.generates:
+        placements.append(
+            Placement(
+                "instance",
+                file.rollout.instances,
+                file.rollout.instance_num_cpus,
+                file.rollout.instances * (PROCESS_BYTES + 2 * width * parameters),
+                f"engine {file.rollout.engine.backend}, {file.rollout.engine.slots} slots",
+            )
+        )
+    if file.reward is not None:
+        memory = LIGHT_PROCESS_BYTES * (1 + file.reward.workers)
+        placements.append(Placement("reward", 1, cpus["reward"], memory, "killable workers"))
     if file.run.use_ref:
         placements.append(Placement("ref", 1, cpus["ref"], PROCESS_BYTES + 4 * parameters, "reference log-probs"))
     return CheckReport(

@@ -23,6 +23,8 @@ app = typer.Typer(
 )
 models_app = typer.Typer(no_args_is_help=True, help="Get small models from packages.")
 app.add_typer(models_app, name="models")
+recipe_app = typer.Typer(no_args_is_help=True, help="Write recipes: folders with a task of your own.")
+app.add_typer(recipe_app, name="recipe")
 
 FileArgument = Annotated[Path, typer.Argument(help="Serve YAML of the run", show_default=False)]
 SetOption = Annotated[
@@ -167,6 +169,23 @@ def logs(
     for path in files:
         print(f"== {path.name}")
         print("\n".join(path.read_text(errors="replace").splitlines()[-lines:]))
+
+
+@recipe_app.command("new")
+def recipe_new(
+    name: Annotated[str, typer.Argument(help="Name of the recipe and of its runs", show_default=False)],
+    parent: Annotated[Path, typer.Option("--in", help="Folder that gets the recipe's folder")] = Path("recipes"),
+) -> None:
+    """Write a recipe that runs as it is: run file, data source, rollout worker, rewards."""
+    from relax.cli.recipe import new_recipe
+    from relax.cli.run import fail
+
+    try:
+        folder = new_recipe(name, parent)
+    except RelaxError as error:
+        raise typer.Exit(fail(Console(), error)) from None
+    print(f"wrote {', '.join(sorted(path.name for path in folder.iterdir()))} to {folder}")
+    print(f"next: relax run {folder / 'config.yaml'}")
 
 
 @app.command()

@@ -11,19 +11,53 @@ from relax.config.base import StrictModel
 from relax.types import SamplingParams
 
 
+class DifficultyConfig(StrictModel):
+    """Which rows of a file are asked, and in which order, by a measured share of right answers."""
+
+    key: str = "pass_rate"
+    """Number in the row's metadata: the share of right answers, in [0, 1]."""
+    low: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Rows below are left out (too hard)."""
+    high: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Rows above are left out (too easy)."""
+    order: Literal["none", "easy_first", "hard_first"] = "none"
+    """Curriculum: the order within each epoch; rows of one difficulty are shuffled as data.shuffle says."""
+
+    @model_validator(mode="after")
+    def _band(self) -> DifficultyConfig:
+        if self.low > self.high:
+            raise ValueError("data.difficulty.low must not be above data.difficulty.high")
+        return self
+
+
+FILE_KINDS = ("jsonl", "parquet", "dataset")
+
+
 class DataConfig(StrictModel):
     """Where prompts come from."""
 
-    kind: Literal["toy", "jsonl", "reasoning_gym"] = "toy"
-    """`toy`: built-in task; `jsonl`: a file; `reasoning_gym`: a task of that package by name."""
+    kind: Literal["toy", "jsonl", "parquet", "dataset", "reasoning_gym", "own", "mix"] = "toy"
+    """`toy`: built-in task; `jsonl`, `parquet`: a file; `dataset`: a folder that Hugging Face `datasets` saved;
+    `reasoning_gym`: a task of that package by name; `own`: a class by path; `mix`: several of these."""
+    name: str | None = None
+    """Name of the source, in group ids and for routing; default that of the task or file."""
     task: str | None = None
     """Toy task (reverse, copy, sort) or reasoning-gym task name."""
     path: str | None = None
-    """JSONL file: one object a line with `prompt` (text) or `messages`, optional `label`, `metadata`."""
+    """File or folder of records with `prompt` (text) or `messages`, optional `label`, `metadata`, `response`, `chosen`
+    and `rejected`; for `own` the class, as `package.module:Class` or `path/to/file.py:Class`."""
+    split: str | None = None
+    """Split of a `dataset` folder that holds several."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Key of a record -> column or key of the file that holds it, e.g. {prompt: question, label: answer}."""
     size: Annotated[int, Field(ge=1)] = 4096
     """Prompts in one epoch of a generated source."""
     params: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the task, e.g. {length: 3} for toys, the dataset's own settings for reasoning-gym."""
+    """Parameters of the task or own class, e.g. {length: 3} for toys, the dataset's settings for reasoning-gym."""
+    sources: tuple[MixPart, ...] = ()
+    """Parts of a `mix`."""
+    difficulty: DifficultyConfig | None = None
+    """Filter and curriculum by difficulty, of files and own classes."""
     system_prompt: str | None = None
     """Put before the user's message in chat prompts."""
     shuffle: bool = True
@@ -35,11 +69,34 @@ class DataConfig(StrictModel):
 
     @model_validator(mode="after")
     def _fields_go_with_kind(self) -> DataConfig:
-        if (self.kind == "jsonl") != (self.path is not None):
-            raise ValueError("data.path is required with data.kind 'jsonl' and illegal with the others")
-        if (self.kind == "jsonl") == (self.task is not None):
-            raise ValueError("data.task is required with data.kind 'toy' and 'reasoning_gym' and illegal with 'jsonl'")
+        for field, kinds in (
+            ("path", (*FILE_KINDS, "own")),
+            ("task", ("toy", "reasoning_gym")),
+            ("sources", ("mix",)),
+        ):
+            given = bool(getattr(self, field))
+            if given != (self.kind in kinds):
+                allowed = " and ".join(f"'{kind}'" for kind in kinds)
+                raise ValueError(f"data.{field} is required with data.kind {allowed} and illegal with the others")
+        if self.split is not None and self.kind != "dataset":
+            raise ValueError("data.split goes with data.kind 'dataset'")
+        if self.columns and self.kind not in FILE_KINDS:
+            raise ValueError("data.columns goes with data.kind 'jsonl', 'parquet' and 'dataset'")
+        if self.difficulty is not None and self.kind not in (*FILE_KINDS, "own"):
+            raise ValueError("data.difficulty goes with files and own classes: give it to the part of a mix it means")
         return self
+
+
+class MixPart(StrictModel):
+    """One source of a mix."""
+
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Share of the prompts, over the sum of all weights."""
+    data: DataConfig
+    """The source."""
+
+
+DataConfig.model_rebuild()
 
 
 class SamplingConfig(StrictModel):
@@ -67,13 +124,17 @@ class EngineConfig(StrictModel):
     """Sequences decoded at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Weights and arithmetic of the engine."""
+    swap: Literal["in_place", "retract"] = "in_place"
+    """New weights under running requests: keep their keys and values, or compute them anew (exact log-probs, at the
+    cost of a prefill of everything that runs)."""
 
 
 class FilterConfig(StrictModel):
     """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): which complete groups are worth training."""
 
-    kind: Literal["none", "accuracy_band"] = "none"
-    """`accuracy_band` keeps groups whose mean raw accuracy lies strictly between low and high."""
+    kind: str = "none"
+    """`accuracy_band` keeps groups whose mean raw accuracy lies strictly between low and high; or an own function by
+    path: the members that have rows -> whether the group is trained."""
     low: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Groups at or below are filtered."""
     high: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -81,18 +142,44 @@ class FilterConfig(StrictModel):
     max_filtered_prompts: Annotated[int, Field(ge=1)] = 2000
     """Stop with an error when this many groups in a row are filtered: the task gives no signal (B28)."""
 
+    @model_validator(mode="after")
+    def _known_kind(self) -> FilterConfig:
+        if ":" not in self.kind and self.kind not in ("none", "accuracy_band"):
+            raise ValueError(f"unknown filter '{self.kind}': none, accuracy_band, or an own one as file.py:function")
+        return self
+
 
 class EvalConfig(StrictModel):
-    """A fixed held-out set answered greedily through the engines before and after training."""
+    """A fixed held-out set answered through the engines before and after training, and during it."""
 
     prompts: Annotated[int, Field(ge=0)] = 0
     """How many; 0 is off."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Steps between two evaluations during training, on instances of their own; 0: only before and after."""
+    instances: Annotated[int, Field(ge=0)] = 0
+    """Rollout instances that only evaluate. For each evaluation they hold one version, while training goes on."""
+    samples: Annotated[int, Field(ge=1)] = 1
+    """Answers per prompt; with more than one pass@k is reported for k = 1, 2, 4 ... up to this."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """0 is greedy; several answers need more."""
     seed: int = 10_007
     """Seed of the held-out set of a generated source; must differ from run.seed."""
-    path: str | None = None
-    """JSONL file of the held-out set, where the source is a file."""
+    data: DataConfig | None = None
+    """The held-out set; None: the held-out part of a toy, reasoning-gym or own source."""
     deadline_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest time for one evaluation."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EvalConfig:
+        if (self.every > 0) != (self.instances > 0):
+            raise ValueError(
+                "eval.every and eval.instances go together: to evaluate during training takes its own instances"
+            )
+        if self.every and not self.prompts:
+            raise ValueError("eval.every needs eval.prompts")
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError("eval.samples > 1 needs eval.temperature > 0: greedy answers are all the same")
+        return self
 
 
 class RolloutConfig(StrictModel):
@@ -110,6 +197,8 @@ class RolloutConfig(StrictModel):
     """The engine in each instance."""
     worker: str = "single_turn"
     """`single_turn`, or an own class: `package.module:Class` or `path/to/file.py:Class`."""
+    teachers: TeacherRouting | None = None
+    """Which teacher scores which samples; required with ref.teachers."""
     filter: FilterConfig = FilterConfig()
     """Which complete groups are trained."""
     min_group_size: Annotated[int, Field(ge=1)] | None = None
@@ -120,6 +209,8 @@ class RolloutConfig(StrictModel):
     """An instance that is not active this long after its creation has failed."""
     adoption_deadline_s: Annotated[float, Field(gt=0)] = 60.0
     """Deadline of one weight adoption by an instance."""
+    max_segments: Annotated[int, Field(ge=1)] = 1
+    """Rows that one sample may take: an own worker's trajectory can be split into several (B22)."""
     sample_retries: Annotated[int, Field(ge=0)] = 2
     """Attempts after a failed worker step before the sample becomes a tombstone (B39)."""
 
@@ -167,9 +258,33 @@ class RewardConfig(StrictModel):
     """Length penalty added to the reward."""
 
 
-class RefConfig(StrictModel):
-    """Reference log-probs."""
+class TeacherConfig(StrictModel):
+    """A model that the policy is distilled from; its tokenizer must be the policy's."""
 
+    path: str
+    """Folder of the teacher."""
+    num_cpus: Annotated[float, Field(gt=0)] = 0.1
+    """Ray CPUs of its process."""
+
+
+class TeacherRouting(StrictModel):
+    """Which teacher scores a sample."""
+
+    by: str = "source"
+    """`source`: the name of its data source; otherwise a key of the prompt's metadata."""
+    routes: dict[str, str] = Field(default_factory=dict)
+    """Value -> teacher."""
+    default: str | None = None
+    """Teacher of what no route names; None: such a prompt is an error."""
+
+
+class RefConfig(StrictModel):
+    """Reference and teacher log-probs."""
+
+    reference: bool = True
+    """Score samples by the reference policy; off where there are teachers alone."""
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict)
+    """Teachers by name, each a process of its own."""
     path: str | None = None
     """Folder of another reference model; default is policy version 0."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 4096
@@ -220,6 +335,19 @@ class WarmStartConfig(StrictModel):
         return self
 
 
+class CriticConfig(StrictModel):
+    """The critic of advantage `gae`, hosted by the actor."""
+
+    path: str | None = None
+    """Folder of its starting model; default that of the policy."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and schedule."""
+    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
+    """How far a value may move in one step before its error counts unclipped no more; None is off."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """First steps in which the critic alone learns and the policy stands still."""
+
+
 class ActorConfig(StrictModel):
     """Training."""
 
@@ -227,8 +355,12 @@ class ActorConfig(StrictModel):
     """`torch`, or a class by import path."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Loss, advantages, corrections."""
+    trainer: str | None = None
+    """An own class in place of the built-in step: `package.module:Class` or `path/to/file.py:Class`."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and schedule."""
+    critic: CriticConfig | None = None
+    """The critic; required by advantage `gae`."""
     warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised steps before the first version."""
     micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
@@ -300,6 +432,10 @@ class ExpectConfig(StrictModel):
     """Largest probe gap at most (float32 stays below 1e-4)."""
     logprob_gap_mean: float | None = None
     """Mean probe gap of any adoption at most (bfloat16 has about 0.02)."""
+    last_min: dict[str, float] = Field(default_factory=dict)
+    """Metric of the step's record -> its mean over the last steps at least."""
+    last_max: dict[str, float] = Field(default_factory=dict)
+    """Metric of the step's record -> its mean over the last steps at most."""
 
 
 ControllerConfig.model_rebuild()

@@ -104,8 +104,12 @@ class RunConfig(StrictModel):
     """Longer prompts are refused (or skipped, see rollout.data.on_bad_row)."""
     max_response_tokens: Annotated[int, Field(ge=1)] = 16
     """Generation stops here with finish_reason `length`."""
+    responses: Literal["generated", "recorded"] = "generated"
+    """`generated`: engines draw samples and the reward scores them. `recorded`: the data holds them (SFT, DPO)."""
     use_ref: bool = False
-    """Run the Ref role; needed by any KL term."""
+    """Run the Ref role; needed by any KL term, by DPO and by teachers."""
+    teacher_top_k: Annotated[int, Field(ge=0)] = 0
+    """Most likely tokens that a teacher writes per position; 0: only the log-prob of the drawn token."""
     model: ModelConfig = ModelConfig()
     """The policy."""
     bus: BusConfig = BusConfig()
@@ -114,6 +118,11 @@ class RunConfig(StrictModel):
     """Torch threads of each process. More than one per core slows every process down."""
     faults: tuple[Fault, ...] = ()
     """Faults to inject, for tests of the safeguards. Empty in any real run."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether engines and rewards take part."""
+        return self.responses == "generated"
 
     @property
     def overdue_policy(self) -> Overdue:

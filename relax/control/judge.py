@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from relax.config.roles import FilterConfig
@@ -51,10 +51,19 @@ class GroupVerdict:
     mean_accuracy: float | None = None
 
 
+OwnFilter = Callable[[Sequence[Member]], bool]
+"""An own function: the members that have rows, in order of k -> whether the group is trained."""
+
+
 def judge_group(
-    members: Sequence[Member], group_size: int, min_group_size: int | None, filter_config: FilterConfig
+    members: Sequence[Member],
+    group_size: int,
+    min_group_size: int | None,
+    filter_config: FilterConfig,
+    own_filter: OwnFilter | None = None,
 ) -> GroupVerdict:
-    """Members are keyed by k, in any order (B26). Default of `min_group_size` is the whole group.
+    """Members are keyed by k, in any order (B26). Default of `min_group_size` is the whole group. `own_filter` is
+    the function that `filter_config.kind` names by path.
 
     Raises `JudgeError` unless each k in [0, group_size) is there once.
     """
@@ -70,6 +79,12 @@ def judge_group(
         return GroupVerdict(Outcome.DROPPED, "too_few_members", detail, survivors)
     if filter_config.kind == "none":
         return GroupVerdict(Outcome.ACCEPTED, survivors=survivors, mean_accuracy=_mean_accuracy(alive))
+    if own_filter is not None:
+        keep = own_filter(alive)
+        if not isinstance(keep, bool):
+            raise JudgeError(f"the filter {filter_config.kind} returned {keep!r}; True or False is needed")
+        outcome, reason = (Outcome.ACCEPTED, "") if keep else (Outcome.FILTERED, "own_filter")
+        return GroupVerdict(outcome, reason, "", survivors, _mean_accuracy(alive))
     return _filter_by_accuracy(alive, survivors, filter_config)
 
 
@@ -119,6 +134,11 @@ class FilterStreak:
             raise NoSignal(self._text())
 
     def _text(self) -> str:
+        if ":" in self.config.kind:
+            return (
+                f"task '{self.task}': the last {self.length} prompts in a row were filtered by {self.config.kind}, so "
+                "there is nothing to train on. The limit is rollout.filter.max_filtered_prompts."
+            )
         return (
             f"task '{self.task}': the last {self.length} prompts in a row were filtered by {self.config.kind} "
             f"({self.config.low:g} < mean accuracy < {self.config.high:g}): {self.low} were too low, {self.high} too "

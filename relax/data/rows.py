@@ -7,6 +7,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from relax.data.recorded import Recorded
 from relax.data.tokenizer import Tokenizer
 from relax.types import DataError, Json, Prompt
 
@@ -73,13 +74,34 @@ class SkipLog:
 
 @dataclass(frozen=True, slots=True)
 class RowCheck:
-    """Refuses rows that cannot become a prompt of at most `max_prompt_tokens` tokens."""
+    """Refuses rows that cannot become a prompt of at most `max_prompt_tokens` tokens, or lack the responses that
+    `recorded` asks for."""
 
     tokenizer: Tokenizer
     max_prompt_tokens: int
+    recorded: Recorded | None = None
 
     def check(self, row: Row) -> None:
-        """Raise `BadRow` for an empty or over-long prompt, and for one that the tokenizer refuses."""
+        """Raise `BadRow` for an empty or over-long prompt, for one that the tokenizer refuses, and for missing,
+        empty or over-long responses."""
+        self._check_prompt(row)
+        if self.recorded is not None:
+            self._check_responses(row, self.recorded)
+
+    def _check_responses(self, row: Row, recorded: Recorded) -> None:
+        try:
+            responses = recorded.tokens(row.to_prompt("row", 0), self.tokenizer)
+        except DataError as error:
+            raise BadRow("no_response", f"{row.where}: {error}") from error
+        longest = max(map(len, responses))
+        if longest > recorded.max_tokens:
+            raise BadRow(
+                "over_long",
+                f"{row.where}: a response has {longest} tokens with its end token, run.max_response_tokens is "
+                f"{recorded.max_tokens}; raise the limit, or set data.on_bad_row to 'skip'",
+            )
+
+    def _check_prompt(self, row: Row) -> None:
         last = row.messages[-1]["content"] if row.messages else row.text
         if not (last or "").strip():
             raise BadRow("empty", f"{row.where}: the prompt is empty")

@@ -7,14 +7,21 @@ loads it goes on with exactly that prompt, also over an epoch border.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from relax.config.roles import DataConfig
+from relax.config.roles import FILE_KINDS, DataConfig
+from relax.data.difficulty import BandRows
 from relax.data.jsonl import JsonlRows
+from relax.data.mix import MixSource
+from relax.data.own import OwnRows
+from relax.data.recorded import Recorded
+from relax.data.records import RecordRows
 from relax.data.rows import BadRow, RowCheck, Rows, SkipLog, digest_of, stable_seed
+from relax.data.tables import TableRows
 from relax.data.tokenizer import Tokenizer
 from relax.data.toy import ToyRows
 from relax.types import DataError, Prompt
@@ -78,8 +85,12 @@ class EpochSource:
         check: RowCheck,
         on_bad_row: Literal["fail", "skip"] = "fail",
         skips: SkipLog | None = None,
+        rank: Sequence[float] | None = None,
+        name: str | None = None,
     ) -> None:
-        self.name = rows.name
+        """rank: of each position; the order within an epoch is by it, ties as `shuffle` says."""
+        self.name = name or rows.name
+        self._rank = rank
         self._rows = rows
         self._seed = seed
         self._shuffle = shuffle
@@ -159,11 +170,16 @@ class EpochSource:
         self._barren = 0
 
     def _row_position(self) -> int:
-        if not self._shuffle:
+        if not self._shuffle and self._rank is None:
             return self._position
         if self._order is None or self._order[0] != self._epoch:
-            self._order = (self._epoch, epoch_order(len(self._rows), self._seed, self._epoch))
+            self._order = (self._epoch, self._ordered())
         return self._order[1][self._position]
+
+    def _ordered(self) -> list[int]:
+        length = len(self._rows)
+        order = epoch_order(length, self._seed, self._epoch) if self._shuffle else list(range(length))
+        return order if self._rank is None else sorted(order, key=self._rank.__getitem__)
 
     def _advance(self) -> None:
         # The border is crossed at once, so that a cursor never rests behind the last row of an epoch.
@@ -180,22 +196,30 @@ class EpochSource:
             raise DataError(f"source '{self.name}' has no usable row: {self._barren} skipped in turn; the last: {bad}")
 
 
-def build_source(config: DataConfig, seed: int, tokenizer: Tokenizer, max_prompt_tokens: int) -> PromptSource:
+def build_source(
+    config: DataConfig, seed: int, tokenizer: Tokenizer, max_prompt_tokens: int, recorded: Recorded | None = None
+) -> PromptSource:
     """The source that a `data` section describes. Raises `DataError` for bad settings and bad files.
 
     A file is read and checked here; generated rows are checked when their turn comes. A relative
     `path` counts from the current folder.
     """
-    check = RowCheck(tokenizer, max_prompt_tokens)
+    if config.kind == "mix":
+        parts = [build_source(part.data, seed, tokenizer, max_prompt_tokens, recorded) for part in config.sources]
+        return MixSource(config.name or "mix", parts, [part.weight for part in config.sources], seed)
+    check = RowCheck(tokenizer, max_prompt_tokens, recorded)
     rows = _build_rows(config, seed, check, held_out=False)
+    band = BandRows(rows, config.difficulty) if config.difficulty is not None else None
     return EpochSource(
-        rows,
+        rows if band is None else band,
         seed=seed,
         shuffle=config.shuffle,
         epochs=config.epochs,
         check=check,
         on_bad_row=config.on_bad_row,
-        skips=rows.skips if isinstance(rows, JsonlRows) else None,
+        skips=rows.skips if isinstance(rows, RecordRows) else None,
+        rank=None if band is None else band.rank,
+        name=config.name,
     )
 
 
@@ -209,7 +233,7 @@ def build_eval_set(config: DataConfig, seed: int, n: int, tokenizer: Tokenizer, 
     """
     if n == 0:
         return []
-    generated = config.kind != "jsonl"
+    generated = config.kind not in FILE_KINDS
     # Room for rows that are skipped: nobody counts on the size of a generated evaluation set.
     sized = config.model_copy(update={"size": 4 * n}) if generated else config
     check = RowCheck(tokenizer, max_prompt_tokens)
@@ -232,8 +256,16 @@ def build_eval_set(config: DataConfig, seed: int, n: int, tokenizer: Tokenizer, 
 
 
 def _build_rows(config: DataConfig, seed: int, check: RowCheck, *, held_out: bool) -> Rows:
+    common: Any = {"on_bad_row": config.on_bad_row, "system_prompt": config.system_prompt}
     if config.path is not None:
-        return JsonlRows(Path(config.path), check, on_bad_row=config.on_bad_row, system_prompt=config.system_prompt)
+        if config.kind == "own":
+            base = Path.cwd()
+            return OwnRows(config.path, config.params, seed, check, held_out=held_out, base=base, **common)
+        path = Path(config.path)
+        if config.kind == "jsonl":
+            return JsonlRows(path, check, columns=config.columns, **common)
+        kind: Literal["parquet", "dataset"] = "parquet" if config.kind == "parquet" else "dataset"
+        return TableRows(kind, path, check, columns=config.columns, split=config.split, **common)
     if config.task is None:
         raise DataError(f"data.kind '{config.kind}' needs data.task")
     if config.kind == "toy":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +60,57 @@ class Tokenizer:
             if prompt.text is None:
                 raise DataError(f"prompt {prompt.group_id} has neither messages nor text")
             return self._ids(prompt.text, add_special_tokens=True)
+        # The template writes the special tokens itself; adding them again would double the BOS.
+        return self._ids(self._chat(prompt.messages, f"prompt {prompt.group_id}", True), add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
+        """Token ids of a whole conversation, ready for the next answer. `settings` go to the template (`tools`,
+        `enable_thinking`). A template may drop parts of earlier turns: see `Conversation.go_on_from`. Raises as
+        `render`."""
+        return self._ids(self._chat(messages, "a conversation", True, **settings), add_special_tokens=False)
+
+    def render_followup(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
+        """Token ids that follow an answer which the policy sampled to its end token, when `messages` (a tool's
+        output, a user's next turn) come after it, ready for the next answer.
+
+        The sampled ids are left as they are: only what the template puts behind them is rendered. Raises
+        `DataError` for a template that writes an earlier turn differently once another follows, and as `render`.
+        """
+        before = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+        closed = self._chat(before, "a conversation", False, **settings)
+        whole = self._chat([*before, *messages], "a conversation", True, **settings)
+        if not whole.startswith(closed):
+            raise DataError(
+                f"the chat template of {self.path} rewrites earlier turns when a message follows: render the whole "
+                "conversation (render_chat) and go on from that, which may split the trajectory"
+            )
+        end = str(self._hf.eos_token)
+        last = closed.rfind(end)
+        cut = len(closed) if last < closed.rfind("a") else last + len(end)
+        return self._ids(whole[cut:], add_special_tokens=False)
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]], whose: str, answer: bool, **settings: Any) -> str:
         if not self.has_chat_template:
             raise DataError(
-                f"prompt {prompt.group_id} has messages but the tokenizer in {self.path} has no chat template: "
+                f"{whose} has messages but the tokenizer in {self.path} has no chat template: "
                 "give the data as `prompt` text, or use a model folder with a chat template (chat_template.jinja)"
             )
         try:
-            text = self._hf.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
+            return str(
+                self._hf.apply_chat_template(
+                    [dict(message) for message in messages], tokenize=False, add_generation_prompt=answer, **settings
+                )
+            )
         except jinja2.TemplateError as error:
-            raise DataError(
-                f"the chat template of {self.path} refuses the messages of prompt {prompt.group_id}: {error}"
-            ) from error
-        # The template writes the special tokens itself; adding them again would double the BOS.
-        return self._ids(text, add_special_tokens=False)
+            raise DataError(f"the chat template of {self.path} refuses the messages of {whose}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text without any special token added."""
         return self._ids(text, add_special_tokens=False)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Token text -> id, added tokens included."""
+        return dict(self._hf.get_vocab())
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
         plain = [int(i) for i in ids]
@@ -92,6 +126,17 @@ class Tokenizer:
                 "does it hold a character that the model's alphabet lacks?"
             ) from error
         return [int(i) for i in ids]
+
+
+def check_same_vocabulary(policy: Tokenizer, teacher: Tokenizer) -> None:
+    """Raise `ModelError` unless every id of the policy means the same token to the teacher."""
+    own, other = policy.vocabulary(), teacher.vocabulary()
+    differing = [token for token, number in own.items() if other.get(token) != number]
+    if differing:
+        raise ModelError(
+            f"the tokenizer in {teacher.path} is not the policy's ({policy.path}): {len(differing)} tokens differ, "
+            f"{', '.join(map(_shorten, differing[:3]))} among them; a teacher must read the policy's token ids"
+        )
 
 
 def _end_tokens(hf: Any, folder: Path) -> tuple[int, ...]:

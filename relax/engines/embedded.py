@@ -57,6 +57,7 @@ class EmbeddedEngine:
     its first update. The decode thread sleeps on a condition while there is nothing to do; an exception
     in it is kept, ends every request with its text and makes the engine unhealthy for good.
 
+    retract_on_swap: a running request's keys and values are computed anew under new weights; otherwise they stay.
     skip_adoption: an update only claims the version and its digest, for tests of the safeguards.
     """
 
@@ -72,6 +73,7 @@ class EmbeddedEngine:
         skip_adoption: bool = False,
         threads: int | None = None,
         model_path: str = "",
+        retract_on_swap: bool = False,
         digest: TensorsDigest = tensors_digest,
     ) -> None:
         self.tokenizer = tokenizer
@@ -84,6 +86,7 @@ class EmbeddedEngine:
         self._scheduler = Scheduler(self._runner, tokenizer, eos_ids=eos_ids, slots=slots, max_context=max_context)
         self._weights = LiveWeights(model, digest)
         self._skip_adoption = skip_adoption
+        self._retract_on_swap = retract_on_swap
         self._claimed_digest: str | None = None
         self._threads = threads
         self._update_lock = threading.Lock()
@@ -270,6 +273,8 @@ class EmbeddedEngine:
             began = time.perf_counter()
             if not self._skip_adoption:
                 self._weights.exchange()
+                if self._retract_on_swap:
+                    self._scheduler.retract()
             self._scheduler.version = version
             self._swap_stall_s += time.perf_counter() - began
             return ()
@@ -433,4 +438,5 @@ def load_engine(
         skip_adoption=skip_adoption,
         threads=threads,
         model_path=str(model_folder),
+        retract_on_swap=config.swap == "retract",
     )

@@ -20,6 +20,10 @@ class RewardPoolError(RelaxError, RuntimeError):
     """The pool cannot score any more: it is closed, or its workers do not start."""
 
 
+TRAJECTORY = "trajectory"
+"""Key in a reward's metadata: what the rollout worker said of the sample."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardRequest:
     """One response to score.
@@ -37,10 +41,17 @@ class RewardRequest:
 
     @classmethod
     def of(
-        cls, prompt: Prompt, response_text: str, finish_reason: FinishReason, n_response_tokens: int
+        cls,
+        prompt: Prompt,
+        response_text: str,
+        finish_reason: FinishReason,
+        n_response_tokens: int,
+        trajectory: Mapping[str, Json] | None = None,
     ) -> RewardRequest:
-        """A request with the label and metadata of its prompt."""
-        return cls(prompt, response_text, prompt.label, prompt.metadata, finish_reason, n_response_tokens)
+        """A request with the label and metadata of its prompt, and what the worker said of its trajectory under the
+        key `trajectory`."""
+        metadata = {**prompt.metadata, TRAJECTORY: dict(trajectory)} if trajectory else prompt.metadata
+        return cls(prompt, response_text, prompt.label, metadata, finish_reason, n_response_tokens)
 
     def to_json(self) -> dict[str, Json]:
         return {

@@ -19,9 +19,10 @@ ERROR_CHARS = 500
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A resolved part; `name` is unique among the parts of one reward."""
+    """A resolved part; `name` is unique among the parts of one reward, `spec` is what the configuration says."""
 
     name: str
+    spec: str
     weight: float
     function: RewardFunction
 
@@ -38,7 +39,7 @@ class RewardSpec:
 def build_spec(data: Mapping[str, Json], base: Path) -> RewardSpec:
     """Resolve `{"parts": [{name, weight, params}], "overlong": {max_tokens, buffer_tokens, penalty} | null}`.
 
-    A name used twice is told apart as `name#2`.
+    An own function goes by its name without the path; a name used twice is told apart as `name#2`.
 
     Raises:
         RewardConfigError: a part or an overlong section that cannot be used.
@@ -46,8 +47,9 @@ def build_spec(data: Mapping[str, Json], base: Path) -> RewardSpec:
     parts: list[Part] = []
     for part in data["parts"]:
         function = resolve(part["name"], part["params"], base)
-        repeats = sum(known.name.split("#")[0] == part["name"] for known in parts)
-        parts.append(Part(part["name"] + (f"#{repeats + 1}" if repeats else ""), part["weight"], function))
+        name = part["name"].rpartition(":")[2]
+        repeats = sum(known.name.split("#")[0] == name for known in parts)
+        parts.append(Part(name + (f"#{repeats + 1}" if repeats else ""), part["name"], part["weight"], function))
     overlong = data.get("overlong")
     return RewardSpec(tuple(parts), None if overlong is None else _overlong(overlong))
 
@@ -67,10 +69,10 @@ def score(spec: RewardSpec, request: RewardRequest) -> RewardResult:
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:  # user code: whatever it raises is recorded in the result
-            return _failed(f"reward part {part.name!r} raised {type(error).__name__}: {_text(str, error)}", values)
+            return _failed(f"reward part {part.spec!r} raised {type(error).__name__}: {_text(str, error)}", values)
         value = finite_number(returned)
         if value is None:
-            return _failed(f"reward part {part.name!r} returned {_show(returned)}, which is no finite number", values)
+            return _failed(f"reward part {part.spec!r} returned {_show(returned)}, which is no finite number", values)
         values[part.name] = value
     penalty = None if spec.overlong is None else spec.overlong(request.n_response_tokens)
     return combine([part.weight for part in spec.parts], values, penalty)

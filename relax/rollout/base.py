@@ -27,6 +27,9 @@ class RolloutWorker(Protocol):
 
     def __init__(self, context: WorkerContext) -> None: ...
 
-    async def step(self, item: DataItem) -> Trajectory:
-        """Produce one sample. An exception is a failed attempt: retried, then a counted tombstone (B39)."""
+    async def step(self, item: DataItem) -> Trajectory | list[Trajectory]:
+        """Produce one sample: a trajectory, or the segments of one that had to be split (`Conversation`).
+
+        An exception is a failed attempt: retried, then a counted tombstone (B39).
+        """
         ...

@@ -23,32 +23,40 @@ class Failure:
 
 
 async def run_with_retries(
-    worker: RolloutWorker, item: DataItem, retries: int, *, max_tokens: int | None = None
-) -> Trajectory | Failure:
-    """One sample by at most `retries + 1` attempts (B39).
+    worker: RolloutWorker, item: DataItem, retries: int, *, max_tokens: int | None = None, max_segments: int = 1
+) -> list[Trajectory] | Failure:
+    """The segments of one sample (nearly always one) by at most `retries + 1` attempts (B39).
 
-    An attempt fails when `step` raises, or returns something that is not a valid trajectory of at
-    most `max_tokens` tokens: the bus has reserved no room for more. Cancellation passes through.
+    An attempt fails when `step` raises, or returns something else than valid trajectories, at most
+    `max_segments` of at most `max_tokens` tokens each: the bus has reserved no room for more. Cancellation
+    passes through.
     """
     reason = ""
     for attempt in range(retries + 1):
         try:
-            trajectory = _checked(await worker.step(item), max_tokens)
+            segments = _checked(await worker.step(item), max_tokens, max_segments)
         except Exception as error:
             # The one border of a user's worker: whatever it raises is a failed attempt, logged and counted.
             reason = f"{type(error).__name__}: {error}"
             log.warning("sample %s, attempt %d of %d failed", item.sample_id, attempt + 1, retries + 1, exc_info=True)
         else:
             if attempt > 0:
-                trajectory.metadata[FAILED_ATTEMPTS] = attempt
-            return trajectory
+                segments[0].metadata[FAILED_ATTEMPTS] = attempt
+            return segments
     return Failure(reason, retries + 1)
 
 
-def _checked(result: object, max_tokens: int | None) -> Trajectory:
-    if not isinstance(result, Trajectory):
-        raise MalformedTrajectory(f"step returned {type(result).__name__}, a Trajectory is needed")
-    result.validate()
-    if max_tokens is not None and len(result.tokens) > max_tokens:
-        raise MalformedTrajectory(f"the trajectory has {len(result.tokens)} tokens, the run allows {max_tokens}")
-    return result
+def _checked(result: object, max_tokens: int | None, max_segments: int) -> list[Trajectory]:
+    given = result if isinstance(result, list) else [result]
+    segments = [segment for segment in given if isinstance(segment, Trajectory)]
+    if not segments or len(segments) != len(given):
+        raise MalformedTrajectory(f"step returned {type(result).__name__}, a Trajectory or a list of them is needed")
+    if len(segments) > max_segments:
+        raise MalformedTrajectory(
+            f"the trajectory was split into {len(segments)} segments, rollout.max_segments allows {max_segments}"
+        )
+    for segment in segments:
+        segment.validate()
+        if max_tokens is not None and len(segment.tokens) > max_tokens:
+            raise MalformedTrajectory(f"the trajectory has {len(segment.tokens)} tokens, the run allows {max_tokens}")
+    return segments

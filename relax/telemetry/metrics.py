@@ -72,8 +72,22 @@ _TABLE = (
     Metric("ratio_mean", "1", "Mean importance ratio per token", _MEAN),
     Metric("clip_fraction_low", "1", "Share of tokens whose ratio was clipped from below", _MEAN, Kind.SHARE),
     Metric("clip_fraction_high", "1", "Share of tokens whose ratio was clipped from above", _MEAN, Kind.SHARE),
-    Metric("tis_weight_mean", "1", "Mean truncated importance weight per token", _MEAN),
-    Metric("tis_truncated", "1", "Share of tokens whose importance weight was truncated", _MEAN, Kind.SHARE),
+    Metric("correction_weight_mean", "1", "Mean importance weight per token, truncated and masked", _MEAN),
+    Metric("correction_truncated", "1", "Share of tokens whose importance weight was truncated", _MEAN, Kind.SHARE),
+    Metric("correction_rejected", "1", "Share of tokens rejected by their ratio or their lag", _MEAN, Kind.SHARE),
+    Metric("m2_masked", "1", "Share of tokens masked to bound the second moment (M2PO)", _MEAN, Kind.SHARE),
+    Metric("teacher_kl", "nats", "KL(student || teacher) per token, estimated on the student's samples", _MEAN),
+    Metric("teacher_topk_kl", "nats", "KL between policy and teacher over the teacher's likeliest tokens", _MEAN),
+    Metric("updates", "updates", "Optimizer updates of the policy in the step", _SUM),
+    Metric("nll", "nats", "Negative log-likelihood per response token (SFT)", _MEAN),
+    Metric("preference_accuracy", "1", "Share of pairs with a positive margin (DPO)", _MEAN, Kind.SHARE),
+    Metric("preference_margin", "nats", "Mean margin of the implicit rewards (DPO)", _MEAN),
+    # The critic
+    Metric("value_loss", "1", "Loss of the critic", _MEAN),
+    Metric("value_mean", "1", "Mean value of the trained tokens", _MEAN),
+    Metric("value_error", "1", "Mean squared difference of values before the step and returns", _MEAN),
+    Metric("value_clip_fraction", "1", "Share of tokens whose value was clipped", _MEAN, Kind.SHARE),
+    Metric("critic_grad_norm", "1", "Global gradient norm of the critic before clipping", _MAX),
     # Agreement of trainer and engine, and lag
     Metric("logprob_gap_max", "nats", "Largest |trainer - engine| log-prob on the probe, at equal version", _MAX),
     Metric("logprob_gap_mean", "nats", "Mean |trainer - engine| log-prob on the probe, at equal version", _MEAN),
@@ -81,6 +95,9 @@ _TABLE = (
     Metric("logprob_diff_max", "nats", "Largest |trainer - rollout| log-prob of the trained tokens", _MAX),
     Metric("rollout_kl", "nats", "k3 estimate of KL(rollout || trainer) on the trained tokens", _MEAN),
     Metric("policy_kl", "nats", "KL between the policy that sampled and the policy trained: the cost of lag", _MEAN),
+    Metric(
+        "stale_kv_gap", "nats", "Mean |trainer - rollout| log-prob of tokens drawn over keys of older versions", _MEAN
+    ),
     Metric("version_lag_max", "versions", "Largest lag of a trained token behind the trainer", _MAX),
     Metric("version_lag_mean", "versions", "Mean lag of the trained tokens behind the trainer", _MEAN),
     # Speed and where time goes
@@ -112,6 +129,9 @@ _TABLE = (
     Metric("reward_worker_restarts", "restarts", "Reward workers replaced", _SUM, Kind.COUNTER),
 )
 
+OWN_PREFIX = "own_"
+"""Begins the metrics of a user's own trainer or loss: gauges without a unit, reduced by their mean."""
+
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _TABLE})
 
 ROUNDING = 1e-9
@@ -130,13 +150,20 @@ def validate(record: Mapping[str, float]) -> None:
         raise MetricError("; ".join(problems))
 
 
+def metric_named(name: str) -> Metric | None:
+    """From the table, or an own one; None for a name that is neither."""
+    if name.startswith(OWN_PREFIX):
+        return Metric(name, "1", "A metric of the user's own", _MEAN)
+    return METRICS.get(name)
+
+
 def reduce(name: str, values: Sequence[float]) -> float:
     """One value for several of one metric, by the table.
 
     Raises:
         MetricError: an unknown name, or no value at all.
     """
-    metric = METRICS.get(name)
+    metric = metric_named(name)
     if metric is None:
         raise MetricError(f"unknown metric {name!r}")
     if not values:
@@ -160,9 +187,9 @@ _REDUCE: Mapping[Reduction, Callable[[Sequence[float]], float]] = {
 
 
 def _problem(name: str, value: object) -> str | None:
-    metric = METRICS.get(name)
+    metric = metric_named(name)
     if metric is None:
-        return f"unknown metric {name!r}"
+        return f"unknown metric {name!r}; own ones begin with '{OWN_PREFIX}'"
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return f"{name} is {value!r}, which is no finite number"
     if metric.kind is Kind.SHARE and not 0 <= value <= 1 + ROUNDING:

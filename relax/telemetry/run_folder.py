@@ -87,6 +87,10 @@ class RunFolder:
         """One line for each generation with its reward: mappings or dataclass instances."""
         self._append(self.samples_path, samples)
 
+    def append_eval(self, record: Mapping[str, Json]) -> None:
+        """One line for each held-out evaluation."""
+        self._append(self.path / "evals.jsonl", [record])
+
     def write_summary(self, summary: Mapping[str, Json]) -> None:
         self.write_text(self.summary_path, json.dumps(summary, indent=2) + "\n")
 

@@ -80,6 +80,7 @@ def build_summary(records: Sequence[Mapping[str, float]], facts: FinalFacts, *, 
         "checkpoint_error": facts.checkpoint_error,
         "lag_histogram": {str(lag): facts.lag_histogram[lag] for lag in sorted(facts.lag_histogram)},
         "overhead_ms_per_step": overhead_ms_per_step(records, facts.max_staleness),
+        "metrics_last": _metrics_last(records),
         "eval_before": statistics.fmean(before) if before else None,
         "eval_after": statistics.fmean(after) if after else None,
         "eval_gain_lower95": gain,
@@ -153,6 +154,9 @@ def check_expectations(summary: Mapping[str, Json], expect: ExpectConfig) -> lis
         ("logprob_gap_mean", expect.logprob_gap_mean, False),
     ):
         problems += _bound_problem(key, summary[key], bound, at_least)
+    for bounds, at_least in ((expect.last_min, True), (expect.last_max, False)):
+        for name, bound in bounds.items():
+            problems += _bound_problem(f"{name} at the end", summary["metrics_last"].get(name), bound, at_least)
     return problems
 
 
@@ -168,6 +172,11 @@ def _bound_problem(key: str, value: float | None, bound: float | None, at_least:
 
 def _first(records: Sequence[Mapping[str, float]], name: str) -> float | None:
     return records[0].get(name) if records else None
+
+
+def _metrics_last(records: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: _last(records, name) for name in names}
 
 
 def _last(records: Sequence[Mapping[str, float]], name: str) -> float | None:

@@ -12,11 +12,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from relax.types import Json, RelaxError
+from relax.types import NO_VERSION, Json, PolicyVersion, RelaxError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+OPTIONAL_COLUMNS = (
+    "ref_logprobs", "proximal_logprobs", "values", "returns", "token_weights", "teacher_logprobs", "teacher_topk_ids",
+    "teacher_topk_logprobs",
+)  # fmt: skip
+"""Of `TrainBatch` and `TrainRow`: there for all rows of a batch or for none."""
 
 
 class NonFiniteUpdate(RelaxError):
@@ -29,10 +36,15 @@ class TrainBatch:
 
     tokens: int64 [R, T], right-padded; attention_mask: bool [R, T]; loss_mask: bool [R, T], true on
     sampled tokens; temperature: float32 [R]; advantages: float32 [R, T], 0 where loss_mask is false;
-    rollout_logprobs: float32 [R, T]; versions: int32 [R, T]; ref_logprobs: float32 [R, T] or None.
+    rollout_logprobs: float32 [R, T]; versions: int32 [R, T]; version: of the policy that is trained.
 
-    Every [R, T] array is aligned with `tokens`: position t speaks of the probability of tokens[:, t]
-    given tokens[:, :t]. loss_mask[:, 0] is always false.
+    float32 [R, T] or None, where an algorithm reads it: ref_logprobs; proximal_logprobs, the trainer's own before
+    the step's first update; values of the critic then, and the returns it learns; token_weights, factors of the
+    policy term; teacher_logprobs; teacher_topk_logprobs [R, T, K] of the tokens teacher_topk_ids (int64 [R, T, K]),
+    and topk_logprobs, the policy's own of those tokens, with gradient: the backend adds them.
+
+    Every [R, T] array is aligned with `tokens`: position t speaks of tokens[:, t] given tokens[:, :t].
+    loss_mask[:, 0] is always false.
     """
 
     tokens: Tensor
@@ -43,6 +55,15 @@ class TrainBatch:
     rollout_logprobs: Tensor
     versions: Tensor
     ref_logprobs: Tensor | None = None
+    proximal_logprobs: Tensor | None = None
+    values: Tensor | None = None
+    returns: Tensor | None = None
+    token_weights: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    teacher_topk_ids: Tensor | None = None
+    teacher_topk_logprobs: Tensor | None = None
+    topk_logprobs: Tensor | None = None
+    version: PolicyVersion = NO_VERSION
     row_ids: tuple[str, ...] = ()
     group_ids: tuple[str, ...] = ()
 
@@ -112,3 +133,19 @@ class TrainingBackend(Protocol):
     def describe(self) -> Mapping[str, Json]: ...
 
     def close(self) -> None: ...
+
+
+class Critic(Protocol):
+    """The value model of one actor; called by the same thread as the backend."""
+
+    def values(self, tokens: Tensor, wanted: Tensor) -> Tensor:
+        """No gradient. float32 [R, T]: where `wanted` the value of the state before that token, 0 elsewhere."""
+        ...
+
+    def step(self, batches: Iterable[TrainBatch], loss_fn: LossFn) -> StepResult:
+        """As `TrainingBackend.step`; the loss function gets (batch, values with gradient, zeros)."""
+        ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...

@@ -8,7 +8,7 @@ from typing import cast
 
 from relax.config.roles import ActorConfig
 from relax.plugins import load_class
-from relax.training.base import TrainingBackend
+from relax.training.base import Critic, TrainingBackend
 from relax.types import RelaxError
 
 PROTOCOL = ("logprobs", "step", "state_tensors", "save", "load", "export", "describe", "close")
@@ -37,6 +37,24 @@ def build_backend(
     """
     build = _backend_class(config.backend, base)
     return build(config, model_folder, total_steps, seed, threads, trust_remote_code=trust_remote_code)
+
+
+def build_critic(
+    config: ActorConfig,
+    model_folder: Path,
+    total_steps: int,
+    *,
+    trust_remote_code: bool = False,
+    base: Path | None = None,
+) -> Critic | None:
+    """The critic that `config.critic` asks for, from its own model folder or the policy's; None without one."""
+    if config.critic is None:
+        return None
+    from relax.training.critic import TorchCritic
+
+    path = config.critic.path
+    folder = model_folder if path is None else (base or Path()) / Path(path).expanduser()
+    return TorchCritic(config.critic, config, folder, total_steps, trust_remote_code=trust_remote_code)
 
 
 def _backend_class(name: str, base: Path | None) -> Callable[..., TrainingBackend]:

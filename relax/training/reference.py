@@ -33,6 +33,11 @@ class ReferenceModel:
         self._score = Scorer(model, folder, share_prompts=share_prompts)
 
     @torch.inference_mode()
+    def top(self, tokens: Tensor, wanted: Tensor, temperature: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`logprobs`, and the k most likely tokens at each wanted position, int64 [R, T, k], with their log-probs."""
+        return self._score.top(tokens, wanted, temperature, k)
+
+    @torch.inference_mode()
     def logprobs(self, tokens: Tensor, wanted: Tensor, temperature: Tensor) -> Tensor:
         """float32 [R, T]: log-probs of `tokens` (int64 [R, T]) at `temperature` [R] where `wanted`, 0 elsewhere."""
         return self._score(tokens, wanted, temperature)[0]

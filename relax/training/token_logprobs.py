@@ -16,12 +16,12 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        logprobs = torch.empty(logits.shape[0], dtype=dtype, device=logits.device)
-        normaliser, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        logprobs = torch.empty(targets.shape, dtype=dtype, device=logits.device)
+        normaliser, entropy = torch.empty_like(logprobs[:, 0]), torch.empty_like(logprobs[:, 0])
         for part in _chunks(logits):
             scaled = logits[part].to(dtype) / temperature[part, None]
             normaliser[part] = torch.logsumexp(scaled, dim=-1)
-            logprobs[part] = scaled.gather(1, targets[part, None]).squeeze(1) - normaliser[part]
+            logprobs[part] = scaled.gather(1, targets[part]) - normaliser[part, None]
             probs = (scaled - normaliser[part, None]).exp_()
             entropy[part] = normaliser[part] - probs.mul_(scaled).sum(dim=-1)
         ctx.save_for_backward(logits, targets, temperature, normaliser, entropy)
@@ -40,13 +40,13 @@ class _TokenLogprobs(torch.autograd.Function):
             log_p = logits[part].to(normaliser.dtype) / temperature[part, None] - normaliser[part, None]
             probs = log_p.exp()
             if grad_entropy is None:
-                total = probs * -grad_logprobs[part, None]  # type: ignore[index]
+                total = probs * -grad_logprobs[part].sum(1, keepdim=True)  # type: ignore[index]
             else:
                 total = (log_p + entropy[part, None]).mul_(probs).mul_(-grad_entropy[part, None])
                 if grad_logprobs is not None:
-                    total -= probs * grad_logprobs[part, None]
+                    total -= probs * grad_logprobs[part].sum(1, keepdim=True)
             if grad_logprobs is not None:
-                total.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+                total.scatter_add_(1, targets[part], grad_logprobs[part])
             grad[part] = total / temperature[part, None]
         return grad, None, None
 
@@ -59,8 +59,16 @@ def _chunks(logits: Tensor) -> list[slice]:
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
     """log_softmax(logits / temperature) at `targets`, and the entropy of that distribution, in nats.
 
-    logits: [N, V], any float type; targets: int64 [N]; temperature: float32 [N], above 0. Returns float32
-    [N] each (float64 for float64 logits), both with gradient to the logits.
+    logits: [N, V], any float type; targets: int64 [N] or [N, M]; temperature: float32 [N], above 0. Returns
+    float32 of the shape of `targets`, and [N] (float64 for float64 logits), both with gradient to the logits.
     """
-    logprobs, entropy = _TokenLogprobs.apply(logits, targets, temperature)  # type: ignore[no-untyped-call]
-    return logprobs, entropy
+    columns = targets[:, None] if targets.ndim == 1 else targets
+    logprobs, entropy = _TokenLogprobs.apply(logits, columns, temperature)  # type: ignore[no-untyped-call]
+    return (logprobs.squeeze(1) if targets.ndim == 1 else logprobs), entropy
+
+
+@torch.no_grad()
+def top_logprobs(logits: Tensor, temperature: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k most likely tokens, int64 [N, k], and their log-probs, float32 [N, k], most likely first."""
+    ids = torch.cat([logits[part].topk(k, dim=-1).indices for part in _chunks(logits)])
+    return ids, token_logprobs(logits, ids, temperature)[0]

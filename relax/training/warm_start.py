@@ -10,25 +10,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
-from relax.algorithms.aggregation import token_weights
+from relax.algorithms.supervised import SupervisedLoss
 from relax.config.algorithm import AlgorithmConfig
 from relax.config.roles import ActorConfig, OptimConfig
-from relax.training.base import LossOutput, StepResult, TrainBatch, TrainingBackend
+from relax.training.base import StepResult, TrainingBackend
 from relax.training.batching import TrainRow, make_batches
 from relax.training.build import build_backend
 
 Example = tuple[Sequence[int], Sequence[int]]
 """(prompt tokens, response tokens with the end token): the response is learnt."""
 
-_TOKEN_MEAN = AlgorithmConfig(aggregation="token_mean")
-
-
-def supervised_loss(batch: TrainBatch, logprobs: Tensor, _entropy: Tensor) -> LossOutput:
-    """Cross-entropy, mean over all response tokens of the step."""
-    weights, normaliser = token_weights(batch.loss_mask, _TOKEN_MEAN)
-    return LossOutput(-(logprobs * weights).sum(), normaliser)
+_LOSS = SupervisedLoss(AlgorithmConfig(name="sft"))
 
 
 def warm_start(
@@ -42,7 +35,7 @@ def warm_start(
     results = []
     for _ in range(steps):
         rows = [_row(slot, examples[next(order)]) for slot in range(batch)]
-        results.append(backend.step(make_batches(rows, micro_batch_tokens), supervised_loss))
+        results.append(backend.step(make_batches(rows, micro_batch_tokens), _LOSS))
     return results
 
 
@@ -110,5 +103,4 @@ def _row(slot: int, example: Example) -> TrainRow:
         rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
         versions=np.where(loss_mask, 0, -1).astype(np.int32),
         temperature=1.0,
-        advantage=1.0,
     )

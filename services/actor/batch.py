@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bus.records import Lease, Row
-from relax.algorithms import ScoredRow, check_batch_mode, compute_advantages, needs_ref
+from relax.algorithms import check_batch_mode, needs_ref, needs_reward, teacher_columns
 from relax.config.algorithm import AlgorithmConfig
 from relax.training.batching import TrainRow
 from relax.types import NO_VERSION, SamplingParams
@@ -18,29 +18,19 @@ from relax.types import NO_VERSION, SamplingParams
 
 def actor_fields(config: AlgorithmConfig) -> tuple[str, ...]:
     """Fields that a row must have before it is trained."""
-    fields = ("tokens", "loss_mask", "rollout_logprobs", "versions", "sampling", "reward", "accuracy")
-    return (*fields, "ref_logprobs") if needs_ref(config) else fields
+    fields: tuple[str, ...] = ("tokens", "loss_mask", "rollout_logprobs", "versions", "sampling")
+    if needs_reward(config):
+        fields = (*fields, "reward", "accuracy")
+    if needs_ref(config):
+        fields = (*fields, "ref_logprobs")
+    return (*fields, *teacher_columns(config))
 
 
 def train_rows(lease: Lease, config: AlgorithmConfig) -> list[TrainRow]:
-    """Advantages over each whole group of the lease (B26). Raises `ModeMismatch` (B7)."""
-    rows = lease.rows
-    sampling = {row.row_id: SamplingParams.from_json(row.json("sampling")) for row in rows}
+    """The rows of a lease, without advantages. Raises `ModeMismatch` (B7)."""
+    sampling = {row.row_id: SamplingParams.from_json(row.json("sampling")) for row in lease.rows}
     check_batch_mode(sampling.items())
-    with_ref = needs_ref(config)
-    advantages = compute_advantages(
-        config,
-        [
-            ScoredRow(
-                row.row_id,
-                float(row.array("reward")),
-                row.array("loss_mask"),
-                row.array("rollout_logprobs"),
-                row.array("ref_logprobs") if with_ref else None,
-            )
-            for row in rows
-        ],
-    )
+    with_ref, with_reward = needs_ref(config), needs_reward(config)
     return [
         TrainRow(
             row_id=row.row_id,
@@ -49,10 +39,11 @@ def train_rows(lease: Lease, config: AlgorithmConfig) -> list[TrainRow]:
             rollout_logprobs=row.array("rollout_logprobs"),
             versions=row.array("versions"),
             temperature=sampling[row.row_id].temperature,
-            advantage=advantages[row.row_id],
+            reward=float(row.array("reward")) if with_reward else 0.0,
             ref_logprobs=row.array("ref_logprobs") if with_ref else None,
+            **{name: row.array(name) for name in teacher_columns(config)},
         )
-        for row in rows
+        for row in lease.rows
     ]
 
 
@@ -64,6 +55,7 @@ class StepSamples:
     accuracies: list[float] = field(default_factory=list)
     group_rewards: dict[str, list[float]] = field(default_factory=dict)
     lags: Counter[int] = field(default_factory=Counter)
+    samples: int = 0
     response_tokens: int = 0
     group_ids: list[str] = field(default_factory=list)
 
@@ -72,6 +64,8 @@ class StepSamples:
         self.group_ids += [group.group_id for group in lease.groups]
         for row in lease.rows:
             if row.segment == 0:
+                self.samples += 1
+            if row.segment == 0 and "reward" in row.fields:
                 reward = float(row.array("reward"))
                 self.rewards.append(reward)
                 self.accuracies.append(float(row.array("accuracy")))
@@ -87,20 +81,20 @@ class StepSamples:
 
     def record(self) -> dict[str, float]:
         tokens = sum(self.lags.values())
-        return {
-            "reward_mean": statistics.fmean(self.rewards),
-            "reward_std": statistics.pstdev(self.rewards),
-            "accuracy_mean": statistics.fmean(self.accuracies),
+        record = {
             "version_lag_max": float(max(self.lags)),
             "version_lag_mean": sum(lag * count for lag, count in self.lags.items()) / tokens,
-            "response_tokens_mean": self.response_tokens / len(self.rewards),
-            "zero_variance_groups": float(sum(_constant(values) for values in self.group_rewards.values())),
+            "response_tokens_mean": self.response_tokens / self.samples,
             "groups_trained": float(len(self.group_ids)),
         }
-
-    def constant_reward(self) -> bool:
-        """Every sample of the step got the same reward: nothing can be learnt from it (B21)."""
-        return len(self.rewards) > 1 and _constant(self.rewards)
+        if self.rewards:
+            record |= {
+                "reward_mean": statistics.fmean(self.rewards),
+                "reward_std": statistics.pstdev(self.rewards),
+                "accuracy_mean": statistics.fmean(self.accuracies),
+                "zero_variance_groups": float(sum(_constant(values) for values in self.group_rewards.values())),
+            }
+        return record
 
 
 def _constant(values: Sequence[float]) -> bool:

@@ -13,7 +13,7 @@ from relax.config.file import ActorArgs
 from relax.data.models import ensure_model
 from relax.data.source import build_source
 from relax.data.tokenizer import Tokenizer
-from relax.training.build import build_backend
+from relax.training.build import build_backend, build_critic
 from relax.training.warm_start import Example, warm_started_model
 from services import names
 from services.actor.loop import TrainingLoop
@@ -42,18 +42,23 @@ class Actor:
         model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model)
         start = await asyncio.to_thread(self._warm_start, model, run_dir / "warm_start", tokenizer)
+        updates = args.run.steps * args.actor.algorithm.updates_per_step
         backend = await asyncio.to_thread(
             build_backend,
             args.actor,
             start,
-            args.run.steps,
+            updates,
             args.run.seed,
             args.run.threads,
             trust_remote_code=args.run.model.trust_remote_code,
         )
+        critic = await asyncio.to_thread(
+            build_critic, args.actor, start, updates, trust_remote_code=args.run.model.trust_remote_code
+        )
         self.training = TrainingLoop(
             args,
             backend,
+            critic,
             self.bus,
             self.reporter,
             asyncio.get_running_loop(),

@@ -1,6 +1,6 @@
 """The training loop: lease complete groups, train, publish, commit.
 
-    step v:  lease groups ─┬─ micro-batches → forward/backward (streamed)
+    step v:  lease groups ─┬─ micro-batches → forward/backward (streamed, or the whole step: relax/training/step.py)
                            └─ leases stay held until the step has committed
              optimizer step → publish v+1 (DCS commits) → commit in the bus (leases end, version v+1)
 
@@ -24,11 +24,13 @@ import torch
 
 from bus.client import BusClient
 from bus.records import Closed, Empty, Lease, LeaseRequest
-from relax.algorithms import build_loss
 from relax.config.file import ActorArgs
 from relax.control.admission import hold_below
-from relax.training.base import NonFiniteUpdate, StepResult, TrainBatch, TrainingBackend
-from relax.training.batching import make_batches
+from relax.control.judge import constant_reward_warning
+from relax.training.base import Critic, NonFiniteUpdate, TrainingBackend
+from relax.training.batching import TrainRow
+from relax.training.own_trainer import build_step
+from relax.training.step import StepOutcome
 from relax.types import PolicyVersion, Purpose, RelaxError
 from relax.weights.store import WeightStore
 from services import names
@@ -39,6 +41,9 @@ from services.runtime import RoleReporter, call
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
+
+CRITIC = "critic"
+"""Folder of its state in a checkpoint."""
 
 
 class TrainingStopped(Exception):
@@ -54,12 +59,15 @@ class TrainingLoop:
         self,
         args: ActorArgs,
         backend: TrainingBackend,
+        critic: Critic | None,
         bus: BusClient,
         reporter: RoleReporter,
         loop: asyncio.AbstractEventLoop,
         probe: npt.NDArray[np.int64],
         export_folder: Path,
     ):
+        self.trainer = build_step(args.run, args.actor, backend, critic, Path.cwd())
+        self.critic = critic
         self.args, self.backend, self.bus, self.reporter, self.loop = args, backend, bus, reporter, loop
         self.export_folder = export_folder
         self.step = 0
@@ -69,7 +77,6 @@ class TrainingLoop:
         self._store: WeightStore | None = None
         self._bucket_bytes = 0
         self._report: Any = None
-        self._loss = build_loss(args.actor.algorithm)
         self._fields = actor_fields(args.actor.algorithm)
         self._probe = probe
 
@@ -107,6 +114,8 @@ class TrainingLoop:
         published: PublishedVersion | None = self.wait(call(names.DCS, "wait_newer", -1, 0.0))
         if checkpoint is not None:
             self.backend.load(Path(checkpoint.folder))
+            if self.critic is not None:
+                self.critic.load(Path(checkpoint.folder) / CRITIC)
             self.step = checkpoint.step
             self.version = PolicyVersion(max(checkpoint.version, published.version if published else 0))
         elif published is not None and published.version > 0:
@@ -121,27 +130,30 @@ class TrainingLoop:
         """One committed step. False when the data has ended and nothing is left to train."""
         begin = time.monotonic()
         samples, leases = StepSamples(), list[Lease]()
+
+        def supply(groups: int) -> Iterator[list[TrainRow]]:
+            return self._supply(groups, samples, leases)
+
         try:
-            result = self.backend.step(self._stream(samples, leases), self._loss)
+            outcome = self.trainer.train(supply, self.step, self.version)
         except NonFiniteUpdate as error:
             self._skip(leases, error)
             return True
-        except ValueError:
-            if not leases:
-                return False
-            raise
+        if outcome is None:
+            return False
         self.skipped_in_a_row = 0
+        if outcome.skipped:
+            self.reporter.count("updates_skipped", outcome.skipped)
         version = PolicyVersion(self.version + 1)
         with self.reporter.time_split.book("work_s"):
             publish_begin = time.monotonic()
             self._publish(version)
             publish_s = time.monotonic() - publish_begin
         self.step, self.version = self.step + 1, version
-        leased = [lease.lease_id for lease in leases]
         committed = self.wait(
             commit_step(
                 self.bus,
-                leased,
+                [lease.lease_id for lease in leases],
                 version=version,
                 step=self.step,
                 on_repeat=lambda: self.reporter.count("commits_repeated"),
@@ -149,33 +161,30 @@ class TrainingLoop:
             COMMIT_ATTEMPTS * self.args.run.bus.rpc_timeout_s + 5.0,
         )
         self.lags.update(samples.lags)
-        self._send_record(samples, result, time.monotonic() - begin, publish_s)
+        self._send_record(samples, outcome, time.monotonic() - begin, publish_s)
         due = self.args.actor.checkpoint_every and self.step % self.args.actor.checkpoint_every == 0
         if (due or committed.retained_over_budget) and self.step < self.args.run.steps:
             self._checkpoint()
         return True
 
-    def _stream(self, samples: StepSamples, leases: list[Lease]) -> Iterator[TrainBatch]:
-        """Micro-batches of the step as its groups become ready. Ends early only when the data has ended."""
+    def _supply(self, groups: int, samples: StepSamples, leases: list[Lease]) -> Iterator[list[TrainRow]]:
+        """The rows of `groups` groups as they become ready. Ends early only when the data has ended."""
         run, actor = self.args.run, self.args.actor
         per_lease = actor.groups_per_lease or max(1, run.groups_per_step // 4)
-        remaining = run.groups_per_step
+        taken = sum(len(lease.groups) for lease in leases)
+        remaining = groups
         while remaining > 0:
-            lease = self._lease(remaining, min(per_lease, remaining))
+            lease = self._lease(run.groups_per_step - taken, min(per_lease, remaining))
             if lease is None:
                 return
             leases.append(lease)
+            taken += len(lease.groups)
             remaining -= len(lease.groups)
             samples.add(lease, int(self.version))
-            rows = train_rows(lease, actor.algorithm)
-            if not rows:
-                continue
             begin = time.monotonic()
-            yield from make_batches(
-                rows, actor.micro_batch_tokens, share_prompts=actor.share_prompts
-            )  # the backend computes between two of these
+            yield train_rows(lease, actor.algorithm)  # the step computes between two of these
             self.reporter.time_split.add("work_s", time.monotonic() - begin)
-            self.reporter.count("rows", len(rows))
+            self.reporter.count("rows", len(lease.rows))
 
     def _lease(self, slots_left: int, max_groups: int) -> Lease | None:
         run = self.args.run
@@ -239,6 +248,9 @@ class TrainingLoop:
         try:
             folder = self.wait(call(names.DCS, "begin_checkpoint", self.step))
             self.backend.save(Path(folder))
+            if self.critic is not None:
+                (Path(folder) / CRITIC).mkdir()
+                self.critic.save(Path(folder) / CRITIC)
             meta = {"version": int(self.version), "lags": {str(lag): n for lag, n in self.lags.items()}}
             self.wait(call(names.DCS, "commit_checkpoint", self.step, folder, meta), deadline_s=300.0)
             self.wait(self.bus.gc(self.step))  # trained rows are kept until the checkpoint that covers them
@@ -249,11 +261,13 @@ class TrainingLoop:
             if folder is not None:
                 self.wait(call(names.DCS, "abort_checkpoint", folder, str(error)))
 
-    def _send_record(self, samples: StepSamples, result: StepResult, step_s: float, publish_s: float) -> None:
-        if samples.constant_reward():
+    def _send_record(self, samples: StepSamples, outcome: StepOutcome, step_s: float, publish_s: float) -> None:
+        warning = constant_reward_warning(self.step, samples.rewards)
+        if warning is not None:
             self.reporter.count("constant_reward_steps")
-            self.reporter.facts["warning"] = f"step {self.step}: every sample got reward {samples.rewards[0]:g}"
-            logger.warning("%s", self.reporter.facts["warning"])
+            self.reporter.facts["warning"] = warning
+            logger.warning("%s", warning)
+        result = outcome.result
         record = {
             "step": float(self.step),
             "version": float(self.version),
@@ -266,6 +280,7 @@ class TrainingLoop:
             "train_compute_s": result.compute_s,
             "trainer_utilisation": result.compute_s / step_s,
             "publish_s": publish_s,
+            "updates": float(outcome.updates),
             "wait_data_s": max(0.0, step_s - result.compute_s - publish_s),
             "tokens_per_s": samples.response_tokens / step_s,
         }

@@ -81,7 +81,10 @@ class EvalReport:
     when: str
     version: int
     accuracy: tuple[float, ...]
+    """Mean over the answers of each prompt."""
     parts: dict[str, float] = field(default_factory=dict)
+    pass_at: dict[int, float] = field(default_factory=dict)
+    """k -> chance that one of k answers is right."""
 
 
 class RoleView(BaseModel):

@@ -72,7 +72,8 @@ class RunBook:
     _engine_busy_s: float = 0.0
 
     def expected_roles(self) -> list[str]:
-        roles = [names.DCS, names.ROLLOUT, names.REWARD, names.ACTOR]
+        roles = [names.DCS, names.ROLLOUT, names.ACTOR]
+        roles += [names.REWARD] if self.args.run.generates else []
         return [*roles, names.REF] if self.args.run.use_ref else roles
 
     def record_beat(self, beat: Heartbeat, now: float) -> None:
@@ -119,7 +120,7 @@ class RunBook:
         states = {account.beat.role: account.beat.state for account in self.replicas.values()}
         missing = [role for role in self.expected_roles() if states.get(role, "starting") == "starting"]
         instances = [account.beat for account in self.replicas.values() if account.beat.role == "instance"]
-        if not any("version" in beat.facts for beat in instances):
+        if self.args.run.generates and not any("version" in beat.facts for beat in instances):
             errors = {str(beat.facts["adoption_error"]) for beat in instances if "adoption_error" in beat.facts}
             missing.append("a rollout instance with weights" + "".join(f" ({error})" for error in sorted(errors)))
         return missing
@@ -128,7 +129,7 @@ class RunBook:
         """The last step is committed, the last group settled, the last sample scored and reported."""
         return all(
             (account := self.replicas.get(role)) is not None and account.beat.state == "done"
-            for role in (names.ACTOR, names.ROLLOUT, names.REWARD)
+            for role in (names.ACTOR, names.ROLLOUT, *([names.REWARD] if self.args.run.generates else []))
         )
 
     def restarts(self) -> int:

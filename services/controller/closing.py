@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from relax.telemetry.report import write_report
 from relax.telemetry.run_folder import RunFolder
 from relax.telemetry.summary import FinalFacts, build_summary, check_expectations
 from services import names
+from services.controller.api import EvalReport
 from services.controller.book import RunBook
 
 
@@ -37,7 +39,7 @@ def final_facts(book: RunBook, stats: BusStats | None, wall_s: float) -> FinalFa
     return FinalFacts(
         wall_s=wall_s,
         engine_versions={name: report.version for name, report in sorted(book.adoptions.items())},
-        digest_ok=book.digest_failures == 0 and bool(book.adoptions),
+        digest_ok=book.digest_failures == 0 and (bool(book.adoptions) or not book.args.run.generates),
         logprob_gap_max=book.gap_max,
         logprob_gap_mean=book.gap_mean,
         produced=account.produced if account else 0,
@@ -62,6 +64,7 @@ def close_run(
     """Write summary and report. Expectations are checked on a finished run only."""
     facts = final_facts(book, stats, wall_s)
     summary = build_summary(book.steps, facts, seed=book.args.run.seed)
+    summary["evals"] = [eval_json(report) for report in book.evals.values()]
     summary = {"run": book.args.run.name, "state": state.value, "reason": reason or None, **summary}
     violations = []
     if state is RunState.FINISHED:
@@ -69,6 +72,17 @@ def close_run(
     folder.write_summary({**summary, "violations": violations})
     write_report(folder)
     return Closed(summary, violations)
+
+
+def eval_json(report: EvalReport) -> dict[str, Any]:
+    """A line of evals.jsonl."""
+    return {
+        "when": report.when,
+        "version": report.version,
+        "accuracy": statistics.fmean(report.accuracy),
+        "parts": dict(report.parts),
+        "pass_at": {str(k): value for k, value in report.pass_at.items()},
+    }
 
 
 def stats_json(stats: BusStats) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from services.controller.api import (
     Status,
 )
 from services.controller.book import RunBook, bus_snapshot
-from services.controller.closing import close_run, stats_json
+from services.controller.closing import close_run, eval_json, stats_json
 from services.runtime import ServiceUnavailable, call, run_folder_path, serve_place
 
 logger = logging.getLogger("ray.serve")
@@ -90,7 +90,13 @@ class Controller:
         self._closing = asyncio.Lock()
         namespace = names.namespace(args.run.name)
         self.bus_address: BusAddress = await asyncio.to_thread(
-            create_bus, self.run_id, namespace, args.run.bus, args.run.max_tokens
+            create_bus,
+            self.run_id,
+            namespace,
+            args.run.bus,
+            args.run.max_tokens,
+            top_k=args.run.teacher_top_k,
+            complete_fields=("reward",) if args.run.generates else ("tokens",),
         )
         self.bus = await BusClient.connect(
             self.bus_address,
@@ -134,6 +140,7 @@ class Controller:
 
     async def report_eval(self, report: EvalReport) -> None:
         self.book.evals[report.when] = report
+        await asyncio.to_thread(self.folder.append_eval, eval_json(report))
 
     # ------------------------------------------------------------------ HTTP
 

@@ -118,6 +118,16 @@ class Dcs:
                 return None
             return self.published
 
+    async def pin_newest(self) -> PublishedVersion | None:
+        """The newest version, kept until `unpin`; None before the first."""
+        published = self.published
+        if published is not None:
+            self.weights.pin(PolicyVersion(published.version))
+        return published
+
+    async def unpin(self, version: int) -> None:
+        self.weights.unpin(PolicyVersion(version))
+
     async def begin_checkpoint(self, step: int) -> str:
         """An empty folder to write the state into. Raises `NoSpace` before anything is written (B47)."""
         return str(await asyncio.to_thread(self.checkpoints.begin, step))

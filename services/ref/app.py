@@ -2,9 +2,15 @@
 
 from ray.serve import Application
 
-from relax.config.file import RefArgs
-from services.ref.deployment import Ref
+from relax.config.file import TEACHER_PREFIX, RefArgs
+from services.ref.deployment import Ref, Teacher
 
 
 def build(args: RefArgs) -> Application:
-    return Ref.bind(args)  # type: ignore[attr-defined]
+    teachers = [
+        Teacher.options(  # type: ignore[attr-defined]
+            name=f"{TEACHER_PREFIX}{name}", ray_actor_options={"num_cpus": teacher.num_cpus}
+        ).bind(args, name)
+        for name, teacher in args.ref.teachers.items()
+    ]
+    return Ref.bind(args, *teachers)  # type: ignore[attr-defined]

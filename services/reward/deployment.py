@@ -16,6 +16,7 @@ from relax.data.tokenizer import Tokenizer
 from relax.rewards.base import RewardRequest, RewardResult
 from relax.rewards.failures import FailureWindow, settle
 from relax.rewards.pool import RewardPool
+from relax.rollout.conversation import RESPONSE
 from relax.types import FinishReason, Prompt, Purpose, RewardState
 from services import names
 from services.consume import consume
@@ -29,7 +30,7 @@ PUT_EVERY_S = 0.5
 PUT_DEADLINE_S = 60.0
 REPORT_EVERY_S = 1.0
 """A call to the controller costs as much as scoring a few samples: records travel together."""
-FIELDS = ("prompt", "tokens", "loss_mask", "versions", "finish_reason")
+FIELDS = ("prompt", "tokens", "loss_mask", "versions", "finish_reason", "metadata")
 PRODUCES = ("reward", "accuracy", "reward_parts", "reward_state")
 
 
@@ -94,12 +95,18 @@ class Reward:
                 await call(names.CONTROLLER, "report_samples", samples)
 
     async def _score_lease(self, lease: Lease) -> None:
-        texts = [self.tokenizer.decode(row.array("tokens")[row.array("loss_mask")]) for row in lease.rows]
+        texts = [self._response(row) for row in lease.rows]
         of_group = {row.group_id: row.json("prompt") for row in lease.rows}
         prompt_of = {group_id: Prompt.from_json(body) for group_id, body in of_group.items()}
         prompts = [prompt_of[row.group_id] for row in lease.rows]
         requests = [
-            RewardRequest.of(prompt, text, FinishReason(row.json("finish_reason")), int(row.array("loss_mask").sum()))
+            RewardRequest.of(
+                prompt,
+                text,
+                FinishReason(row.json("finish_reason")),
+                int(row.array("loss_mask").sum()),
+                row.json("metadata"),
+            )
             for row, text, prompt in zip(lease.rows, texts, prompts, strict=True)
         ]
         results = await self._score_and_store(lease, requests)
@@ -108,6 +115,11 @@ class Reward:
             for row, text, prompt, result in zip(lease.rows, texts, prompts, results, strict=True)
         ]
         self._watch_failures(results)
+
+    def _response(self, row: Row) -> str:
+        """What the worker says the response is, or all sampled tokens."""
+        said = row.json("metadata").get(RESPONSE)
+        return str(said) if said is not None else self.tokenizer.decode(row.array("tokens")[row.array("loss_mask")])
 
     async def _score_and_store(self, lease: Lease, requests: list[RewardRequest]) -> list[RewardResult]:
         """The results in the order of the rows; each is in the bus at most `PUT_EVERY_S` after it came."""

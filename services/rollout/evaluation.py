@@ -1,4 +1,4 @@
-"""A fixed held-out set, answered greedily through the same engines, bus and rewards as training."""
+"""A fixed held-out set, answered through the same engines, bus and rewards as training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from collections.abc import Sequence
 
 from bus.client import BusClient
 from bus.records import Event, EventKind, GroupAdmission, MemberReport
+from relax.telemetry.pass_at_k import pass_at_k
 from relax.types import PolicyVersion, Prompt, Purpose, RelaxError
 from services.controller.api import EvalReport
 
 PART_TAG = "part_"
 """Prefix of the tags that carry the parts of a reward."""
+RIGHT = 1.0
+"""Accuracy from which an answer counts as right for pass@k."""
 
 
 class EvalIncomplete(RelaxError):
@@ -21,18 +24,20 @@ class EvalIncomplete(RelaxError):
 
 
 class Evaluation:
-    """One pass over the held-out prompts. Answers are kept in the order of the prompts, so that two passes pair."""
+    """One pass over the held-out prompts, `samples` answers each. Answers are kept in the order of the prompts, so that
+    two passes pair."""
 
-    def __init__(self, when: str, prompts: Sequence[Prompt], epoch: int, first_seq: int):
+    def __init__(self, when: str, prompts: Sequence[Prompt], epoch: int, first_seq: int, samples: int = 1):
         self.when = when
         self._prompts = [dataclasses.replace(prompt, epoch=epoch) for prompt in prompts]
         self._first_seq = first_seq
-        self._answers: dict[str, MemberReport] = {}
+        self._samples = samples
+        self._answers: dict[str, tuple[MemberReport, ...]] = {}
         self._all = asyncio.Event()
 
     def on_event(self, event: Event) -> None:
         if event.kind is EventKind.COMPLETE:
-            self._answers[event.group_id] = event.members[0]
+            self._answers[event.group_id] = tuple(event.members)
             if len(self._answers) == len(self._prompts):
                 self._all.set()
 
@@ -43,7 +48,7 @@ class Evaluation:
                 GroupAdmission(
                     group_id=prompt.group_id,
                     seq=self._first_seq + index,
-                    group_size=1,
+                    group_size=self._samples,
                     min_version=version,
                     prompt=prompt.to_json(),
                     purpose=Purpose.EVAL,
@@ -56,16 +61,18 @@ class Evaluation:
             await asyncio.wait_for(self._all.wait(), deadline_s)
         except TimeoutError as error:
             raise EvalIncomplete(
-                f"evaluation '{self.when}': {len(self._answers)} of {len(self._prompts)} answers "
+                f"evaluation '{self.when}': {len(self._answers)} of {len(self._prompts)} prompts answered "
                 f"within {deadline_s:g} s (rollout.eval.deadline_s)"
             ) from error
-        reports = [self._answers[prompt.group_id] for prompt in self._prompts]
+        groups = [self._answers[prompt.group_id] for prompt in self._prompts]
         await bus.collect_eval([prompt.group_id for prompt in self._prompts])
+        accuracies = [[report.accuracy or 0.0 for report in reports] for reports in groups]
         return EvalReport(
             when=self.when,
             version=int(version),
-            accuracy=tuple(report.accuracy or 0.0 for report in reports),
-            parts=_part_means(reports),
+            accuracy=tuple(statistics.fmean(values) for values in accuracies),
+            parts=_part_means([report for reports in groups for report in reports]),
+            pass_at=pass_at_k([sum(value >= RIGHT for value in values) for values in accuracies], self._samples),
         )
 
 

@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from bus.client import BusClient
 from bus.records import TRAINING, Event, EventKind, GroupAdmission, Verdict, VerdictKind
@@ -19,6 +20,7 @@ from relax.config.file import RolloutArgs
 from relax.control.admission import AdmissionState, Limits
 from relax.control.judge import FilterStreak, Member, NoSignal, Outcome, judge_group
 from relax.data.source import PromptSource
+from relax.plugins import load_function
 from relax.types import GroupId, PolicyVersion, Purpose
 from services.rollout.ledger import AdmissionEntry, EventPosition, Ledger, Terminal, TerminalState
 from services.runtime import RoleReporter
@@ -48,10 +50,15 @@ class GroupKeeper:
         self.admission = AdmissionState(
             Limits.from_run(args.run), trained=counts.trained, filtered=counts.filtered, dropped=counts.dropped
         )
+        kind = args.rollout.filter.kind
+        self.own_filter = load_function(kind, Path.cwd()) if ":" in kind else None
         self.streak = FilterStreak(source.name, args.rollout.filter)
         self.next_seq = ledger.next_seq
         self.on_eval: Callable[[Event], None] = lambda event: None
         self.finished = asyncio.Event()
+        self.step = 0
+        """The newest committed training step."""
+        self._stepped = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
         cursor = ledger.last_cursor()
@@ -110,6 +117,16 @@ class GroupKeeper:
             self.reporter.count("groups_admitted", len(entries))
         self.reporter.facts["skipped_rows"] = self.source.skipped
 
+    async def next_step(self) -> None:
+        """Wait until a step is committed, or the run's groups are all trained."""
+        self._stepped.clear()
+        waits = {asyncio.ensure_future(event.wait()) for event in (self._stepped, self.finished)}
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
     async def _put(self, entries: Sequence[AdmissionEntry]) -> None:
         await self.bus.admit(
             [
@@ -156,6 +173,8 @@ class GroupKeeper:
             await self.bus.judge(changes.verdicts)
         for step, groups in sorted(changes.trained.items()):
             self.admission.step_committed(PolicyVersion(max(step, self.admission.version)), groups)
+            self.step = max(step, self.step)
+            self._stepped.set()
             self.reporter.count("groups_trained", len(groups))
         for terminal in changes.terminals:
             if terminal.state is TerminalState.FILTERED:
@@ -187,7 +206,11 @@ class GroupKeeper:
             for report in event.members
         ]
         verdict = judge_group(
-            members, self.args.run.group_size, self.args.rollout.min_group_size, self.args.rollout.filter
+            members,
+            self.args.run.group_size,
+            self.args.rollout.min_group_size,
+            self.args.rollout.filter,
+            self.own_filter,
         )
         self.reporter.count("tombstones", sum(member.tombstone is not None for member in members))
         try:

@@ -17,7 +17,7 @@ from ray import serve
 
 from bus.client import BusClient
 from bus.errors import LeaseLost
-from bus.records import Closed, Empty, GroupInfo, Lease, LeaseRequest, Row, RowPut
+from bus.records import Closed, Empty, GroupInfo, Lease, LeaseRequest, Row
 from relax.config.file import RolloutArgs
 from relax.config.run import Fault
 from relax.data.models import ensure_model
@@ -26,6 +26,7 @@ from relax.engines.base import EngineError
 from relax.engines.client import SglangClient
 from relax.rollout.base import WorkerContext
 from relax.rollout.load import load_worker
+from relax.rollout.routing import teacher_of
 from relax.rollout.supervise import Failure, run_with_retries
 from relax.types import (
     NO_VERSION,
@@ -34,8 +35,6 @@ from relax.types import (
     Prompt,
     Purpose,
     SamplingParams,
-    Trajectory,
-    make_row_id,
     make_sample_id,
 )
 from services import names
@@ -44,6 +43,7 @@ from services.controller.api import AdoptionReport
 from services.dcs.api import PublishedVersion
 from services.rollout.api import InstanceStatus
 from services.rollout.put_batcher import PutBatcher
+from services.rollout.rows import row_put
 from services.runtime import RoleReporter, call, call_when_up, limit_threads, run_folder_path
 
 logger = logging.getLogger("ray.serve")
@@ -66,7 +66,10 @@ def sample_seed(run_seed: int, sample_id: str) -> int:
     graceful_shutdown_wait_loop_s=0.2,
 )
 class RolloutInstance:
-    async def __init__(self, args: RolloutArgs, app: str) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, args: RolloutArgs, app: str, purposes: tuple[str, ...]
+    ) -> None:
+        """`purposes`: of the groups that it leases. One that only evaluates takes new weights when it is told to."""
         # Here, and not above: the manager names this class and loads no engine.
         from relax.engines.embedded import load_engine
         from relax.engines.server import HttpServer
@@ -75,7 +78,9 @@ class RolloutInstance:
 
         limit_threads(args.run)
         self.args, self.app = args, app
-        self.reporter = RoleReporter("instance", app)
+        self.purposes = tuple(Purpose(purpose) for purpose in purposes)
+        self.evaluator = self.purposes == (Purpose.EVAL,)
+        self.reporter = RoleReporter(names.EVALUATOR if self.evaluator else names.INSTANCE, app)
         info = await self.reporter.join(args.rollout.model_dump(mode="json"))
         run_dir = run_folder_path(args.run)
         model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
@@ -132,6 +137,11 @@ class RolloutInstance:
             replica_id=self.reporter.replica_id,
         )
 
+    async def hold(self, published: PublishedVersion) -> None:
+        """Take this version and stay at it until the next call. Raises `EngineError`."""
+        if published.version != self.version:
+            await self._take(published)
+
     async def drain(self, deadline_s: float) -> bool:
         """Lease no more and wait until nothing runs; False when the deadline came first."""
         self.draining = True
@@ -143,7 +153,7 @@ class RolloutInstance:
     # ------------------------------------------------------------------ weights
 
     async def _adopt_loop(self) -> None:
-        while not self.reporter.stopped.is_set():
+        while not self.reporter.stopped.is_set() and not (self.evaluator and self.version >= 0):
             newer: PublishedVersion | None = await call_when_up(
                 names.DCS, "wait_newer", int(self.version), WEIGHTS_POLL_S
             )
@@ -151,7 +161,14 @@ class RolloutInstance:
                 await self._adopt(newer)
 
     async def _adopt(self, newer: PublishedVersion) -> None:
-        """All or nothing; a failed adoption is counted and the next version is tried (B1, B4)."""
+        """A failed adoption is counted and the next version is tried (B1)."""
+        try:
+            await self._take(newer)
+        except (EngineError, TimeoutError):
+            await asyncio.sleep(0.1)  # a version that was collected meanwhile is followed by a newer one
+
+    async def _take(self, newer: PublishedVersion) -> None:
+        """All or nothing (B4). Raises `EngineError` and `TimeoutError`, counted."""
         begin = time.monotonic()
         version = PolicyVersion(newer.version)
         try:
@@ -162,8 +179,7 @@ class RolloutInstance:
             self.reporter.count("adoptions_failed")
             self.reporter.facts["adoption_error"] = str(error)
             logger.error("%s: version %d not adopted: %s", self.app, version, error)
-            await asyncio.sleep(0.1)  # a version that was collected meanwhile is followed by a newer one
-            return
+            raise
         seconds = time.monotonic() - begin
         self.version = report.version
         self.reporter.facts.update(version=int(report.version), digest=report.digest)
@@ -212,7 +228,12 @@ class RolloutInstance:
                 continue
             self.reporter.waiting_for = "prompts" if not self.running_samples else ""
             request = LeaseRequest(
-                task="rollout", fields=("prompt",), max_items=max(1, free // group_size), version=self.version
+                task="rollout",
+                fields=("prompt",),
+                max_items=max(1, free // group_size),
+                version=self.version,
+                purposes=self.purposes,
+                rows_per_member=self.args.rollout.max_segments,
             )
             begin = time.monotonic()
             answer = await self._lease(request)
@@ -276,17 +297,29 @@ class RolloutInstance:
 
     async def _sample(self, lease_id: str, group: GroupInfo, item: DataItem) -> None:
         k = item.sample_index
+        rollout = self.args.rollout
         outcome = await run_with_retries(
-            self.worker, item, self.args.rollout.sample_retries, max_tokens=self.args.run.max_tokens
+            self.worker,
+            item,
+            rollout.sample_retries,
+            max_tokens=self.args.run.max_tokens,
+            max_segments=rollout.max_segments,
         )
         if isinstance(outcome, Failure):
             self.reporter.count("samples_failed")
             self.reporter.facts["last_sample_error"] = outcome.reason
             await self.bus.tombstone(group.group_id, k, "rollout_failed", lease_id=lease_id)
             return
-        await self.puts.put(self._row(group, k, outcome), lease_id)
+        teacher = None if rollout.teachers is None else teacher_of(item.prompt, rollout.teachers)
+        rows = [
+            row_put(group, k, trajectory, segment=segment, segments=len(outcome), teacher=teacher)
+            for segment, trajectory in enumerate(outcome)
+        ]
+        await self.puts.put(rows, lease_id)
         self.reporter.count("samples")
-        self.reporter.count("tokens", float(outcome.loss_mask.sum()))
+        self.reporter.count("tokens", float(sum(trajectory.loss_mask.sum() for trajectory in outcome)))
+        if len(outcome) > 1:
+            self.reporter.count("samples_split")
 
     def _prompt(self, row: Row) -> tuple[Prompt, tuple[int, ...]]:
         """The prompt and its tokens, once for all samples of the group."""
@@ -298,27 +331,14 @@ class RolloutInstance:
         seed = sample_seed(run.seed, make_sample_id(prompt.group_id, k))
         if group.purpose == Purpose.EVAL:
             sampling = SamplingParams(
-                temperature=0.0, max_new_tokens=run.max_response_tokens, stop=rollout.sampling.stop, seed=seed
+                temperature=rollout.eval.temperature,
+                max_new_tokens=run.max_response_tokens,
+                stop=rollout.sampling.stop,
+                seed=seed,
             )
         else:
             sampling = rollout.sampling.to_params(run.max_response_tokens, seed)
         return DataItem(prompt, k, group.group_size, tokens, sampling)
-
-    def _row(self, group: GroupInfo, k: int, trajectory: Trajectory) -> RowPut:
-        return RowPut(
-            make_row_id(group.group_id, k),  # type: ignore[arg-type]
-            group.group_id,
-            {
-                "tokens": trajectory.tokens,
-                "loss_mask": trajectory.loss_mask,
-                "rollout_logprobs": trajectory.rollout_logprobs,
-                "versions": trajectory.versions,
-                "sampling": trajectory.sampling.to_json(),
-                "finish_reason": trajectory.finish_reason.value,
-                "metadata": trajectory.metadata,
-            },
-            {"purpose": group.purpose},
-        )
 
     def __del__(self) -> None:
         engine = getattr(self, "engine", None)

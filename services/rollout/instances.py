@@ -17,7 +17,8 @@ from ray.serve.schema import ApplicationStatus
 
 from relax.config.file import RolloutArgs
 from relax.control.lifecycle import FINAL, Deadlines, Instance, InstanceState
-from services.names import INSTANCE_PREFIX, instance_app
+from relax.types import Purpose
+from services.names import INSTANCE_PREFIX, evaluator_app, instance_app
 from services.rollout.api import InstanceStatus
 from services.rollout.instance import RolloutInstance
 from services.runtime import RoleReporter, ServiceUnavailable, call
@@ -37,13 +38,14 @@ class InstancePool:
         self.args, self.reporter = args, reporter
         self.deadlines = Deadlines.from_config(args.rollout, DRAIN_S)
         self.instances: dict[str, Instance] = {}
+        self.training = [instance_app(number) for number in range(args.rollout.instances)]
+        self.evaluators = [evaluator_app(number) for number in range(args.rollout.eval.instances)]
         self._statuses: dict[str, InstanceStatus] = {}
 
     async def run(self) -> None:
         now = time.monotonic()
         existing = await asyncio.to_thread(self._existing)
-        for number in range(self.args.rollout.instances):
-            name = instance_app(number)
+        for name in (*self.training, *self.evaluators):
             self.instances[name] = Instance(name, now)
         wanted = [name for name in self.instances if name not in existing]
         await asyncio.gather(*(self._create(name) for name in wanted))
@@ -63,13 +65,18 @@ class InstancePool:
         app = RolloutInstance.options(  # type: ignore[attr-defined]
             num_replicas=1,
             ray_actor_options={"num_cpus": self.args.rollout.instance_num_cpus},
-        ).bind(self.args, name)
+        ).bind(self.args, name, self._purposes(name))
         await asyncio.to_thread(
             serve.run_many,
             [RunTarget(app, name=name, route_prefix=None)],
             wait_for_ingress_deployment_creation=True,
             wait_for_applications_running=False,
         )
+
+    def _purposes(self, name: str) -> tuple[str, ...]:
+        if name in self.evaluators:
+            return (Purpose.EVAL.value,)
+        return (Purpose.TRAIN.value,) if self.evaluators else (Purpose.TRAIN.value, Purpose.EVAL.value)
 
     async def _observe_all(self) -> None:
         """Ask each instance; ask Serve about those that are not serving, or did not answer."""
@@ -84,8 +91,9 @@ class InstancePool:
             name: {"state": instance.state.value, "reason": instance.reason, "restarts": instance.restarts}
             for name, instance in self.instances.items()
         }
-        if self.instances and all(i.state is InstanceState.FAILED for i in self.instances.values()):
-            reasons = "; ".join(f"{i.name}: {i.reason}" for i in self.instances.values())
+        training = [self.instances[name] for name in self.training]
+        if training and all(i.state is InstanceState.FAILED for i in training):
+            reasons = "; ".join(f"{i.name}: {i.reason}" for i in training)
             self.reporter.end_run(f"every rollout instance failed: {reasons}")
 
     async def _observe(self, name: str, app: ApplicationStatus) -> None:

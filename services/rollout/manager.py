@@ -11,20 +11,19 @@ from bus.client import BusClient
 from bus.records import PROMPTS
 from relax.config.file import RolloutArgs, eval_data
 from relax.data.models import await_model
+from relax.data.recorded import recorded_of
 from relax.data.source import build_eval_set, build_source
 from relax.data.tokenizer import Tokenizer
 from relax.types import GroupId, Prompt
 from services import names
-from services.rollout.evaluation import Evaluation
 from services.rollout.groups import GroupKeeper
 from services.rollout.instances import InstancePool
 from services.rollout.ledger import Ledger
-from services.runtime import START_DEADLINE_S, RoleReporter, call, run_folder_path
+from services.rollout.recorded import RecordedFeeder
+from services.rollout.validation import Validation
+from services.runtime import START_DEADLINE_S, RoleReporter, run_folder_path
 
 logger = logging.getLogger("ray.serve")
-
-EVAL_SEQ = 1 << 40
-"""Evaluation groups are numbered from here, so that they never meet a training group's seq."""
 
 
 @serve.deployment(
@@ -42,8 +41,9 @@ class RolloutManager:
         run_dir = run_folder_path(args.run)
         model = await asyncio.to_thread(await_model, args.run.model, run_dir / "model", args.run.seed, START_DEADLINE_S)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model)
+        recorded = recorded_of(args.run)
         source = await asyncio.to_thread(
-            build_source, args.rollout.data, args.run.seed, tokenizer, args.run.max_prompt_tokens
+            build_source, args.rollout.data, args.run.seed, tokenizer, args.run.max_prompt_tokens, recorded
         )
         self.eval_prompts: list[Prompt] = []
         if args.rollout.eval.prompts:
@@ -61,8 +61,14 @@ class RolloutManager:
         )
         self.groups = GroupKeeper(args, self.ledger, source, self.bus, self.reporter)
         self.instances = InstancePool(args, self.reporter)
+        self.validation = Validation(
+            args.rollout.eval, self.eval_prompts, self.instances.evaluators, self.groups, self.bus, self.reporter
+        )
         self.reporter.state = "running"
-        self.reporter.spawn(self.instances.run)
+        if recorded is None:
+            self.reporter.spawn(self.instances.run)
+        else:
+            self.reporter.spawn(RecordedFeeder(recorded, tokenizer, self.bus, self.reporter).run)
         self.reporter.spawn(self.groups.event_loop)
         self.reporter.spawn(self.groups.drop_loop)
         self.reporter.spawn(self._main)
@@ -72,23 +78,19 @@ class RolloutManager:
 
     async def _main(self) -> None:
         """Evaluate, train, evaluate, close."""
-        await self._evaluate("before", 0)
+        await self._evaluate("before")
         await self.groups.readmit_open()
         self.reporter.spawn(self.groups.admit_loop)
+        if self.args.rollout.eval.every:
+            self.reporter.spawn(self.validation.during)
         await self.groups.finished.wait()
-        await self._evaluate("after", 1)
+        await self._evaluate("after")
         await self.bus.close_topic(PROMPTS)
         self.reporter.state, self.reporter.waiting_for = "done", ""
 
-    async def _evaluate(self, when: str, epoch: int) -> None:
-        if not self.eval_prompts:
-            return
-        evaluation = Evaluation(when, self.eval_prompts, epoch, EVAL_SEQ + epoch * len(self.eval_prompts))
-        self.groups.on_eval = evaluation.on_event
+    async def _evaluate(self, when: str) -> None:
         self.reporter.waiting_for = f"evaluation '{when}'"
-        report = await evaluation.run(self.bus, self.groups.admission.version, self.args.rollout.eval.deadline_s)
-        await call(names.CONTROLLER, "report_eval", report)
-        self.reporter.count("evaluations")
+        await self.validation.evaluate(when)
         self.reporter.waiting_for = ""
 
     # ------------------------------------------------------------------ what other services call

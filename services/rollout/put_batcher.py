@@ -12,17 +12,18 @@ PUT_DEADLINE_S = 60.0
 
 
 class PutBatcher:
-    """One put in flight at a time per lease. Each `put` returns when its row is visible, or raises its put's error."""
+    """One put in flight at a time per lease. Each `put` returns when its sample's rows are visible, or raises its put's
+    error."""
 
     def __init__(self, bus: BusClient):
         self._bus = bus
-        self._pending: dict[str, list[tuple[RowPut, asyncio.Future[None]]]] = defaultdict(list)
+        self._pending: dict[str, list[tuple[list[RowPut], asyncio.Future[None]]]] = defaultdict(list)
         self._running: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def put(self, row: RowPut, lease_id: str) -> None:
+    async def put(self, rows: list[RowPut], lease_id: str) -> None:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._pending[lease_id].append((row, future))
+        self._pending[lease_id].append((rows, future))
         if lease_id not in self._running:
             self._running.add(lease_id)
             task = asyncio.create_task(self._drain(lease_id))
@@ -35,7 +36,7 @@ class PutBatcher:
             # A task starts a turn of the loop later: samples that just finished join this put.
             while batch := self._pending.pop(lease_id, []):
                 try:
-                    rows = [row for row, _ in batch]
+                    rows = [row for sample, _ in batch for row in sample]
                     await self._bus.put(rows, lease_id=lease_id, deadline_s=PUT_DEADLINE_S, ack=True)
                 except Exception as error:  # passed on to each of those who wait for it
                     for _, future in batch:

@@ -108,9 +108,8 @@ class Driver:
     # -- leasing
 
     def lease(self, task: str, owner: str | None = None, **more: Any) -> Grant | Empty | Closed:
-        fields = {"rollout": ("prompt",), "reward": ("tokens",), "ref": ("tokens",), "actor": ("tokens", "reward")}[
-            task
-        ]
+        by_task = {"rollout": ("prompt",), "actor": ("tokens", "reward")}
+        fields = by_task.get(task, ("tokens",))
         request = {"task": task, "fields": fields, "lease_id": uuid.uuid4().hex, "max_items": 1, **more}
         return self.index.lease(self.callers[owner or task], LeaseRequest(**request), self.now)
 

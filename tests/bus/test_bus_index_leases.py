@@ -411,3 +411,25 @@ def test_an_unknown_task_is_refused() -> None:
     d = Driver()
     with pytest.raises(BusError, match="unknown task"):
         d.index.lease(d.callers["ref"], LeaseRequest("critic", ("tokens",), lease_id="x"), 0.0)
+
+
+def test_a_teacher_gets_the_rows_that_are_routed_to_it_and_no_others() -> None:
+    d = Driver()
+    for seq, teacher in enumerate(("math", "code")):
+        d.admit(f"g{seq}", seq, accept_rows=True)
+        d.generate(teacher=teacher)
+    grants = {t: d.granted(f"teacher:{t}", owner="ref", max_items=10) for t in ("math", "code")}
+    assert {row.group_id for row in grants["math"].rows} == {"g0"}
+    assert {row.group_id for row in grants["code"].rows} == {"g1"}
+    assert d.granted("ref", max_items=10).rows and len(d.granted("reward", max_items=10).rows) == 4
+
+
+def test_a_teacher_that_waits_is_woken_by_its_rows_and_by_the_end() -> None:
+    d = Driver()
+    d.admit("g0", 0, accept_rows=True)
+    assert isinstance(d.lease("teacher:math", owner="ref"), Empty)
+    d.index.take_woken()
+    d.generate(teacher="math")
+    assert "teacher:math" in d.index.take_woken()
+    d.index.close_topic(d.callers["manager"], "prompts", d.now)
+    assert "teacher:math" in d.index.take_woken()

@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def models(model: type[StrictModel]) -> set[type[StrictModel]]:
-    found = {model}
-    for field in model.model_fields.values():
-        stack: list[Any] = [field.annotation]
-        while stack:
-            annotation = stack.pop()
-            if isinstance(annotation, type) and issubclass(annotation, StrictModel):
-                found |= models(annotation)
-            stack += typing.get_args(annotation)
+    found: set[type[StrictModel]] = set()
+    stack: list[Any] = [model]
+    while stack:
+        annotation = stack.pop()
+        if isinstance(annotation, type) and issubclass(annotation, StrictModel) and annotation not in found:
+            found.add(annotation)
+            stack += [field.annotation for field in annotation.model_fields.values()]
+        stack += typing.get_args(annotation)
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,3 +124,21 @@ def test_a_constant_reward_over_a_step_is_warned_about() -> None:
     assert warning is not None and "step 4" in warning and "0.5" in warning
     assert constant_reward_warning(4, [0.5, 0.5, 0.25]) is None
     assert constant_reward_warning(4, [0.5]) is None
+
+
+def test_an_own_filter_decides_on_the_members_that_have_rows() -> None:
+    """behaviour: B29"""
+    config = FilterConfig(kind="mine.py:spread")
+    seen: list[list[int]] = []
+
+    def spread(members: Sequence[Member]) -> bool:
+        seen.append([member.k for member in members])
+        return max(m.reward or 0 for m in members) > 0.5
+
+    members = [Member(0, reward=1.0), Member(1, tombstone="failed"), Member(2, reward=0.0)]
+    assert judge_group(members, 3, 2, config, spread).outcome is Outcome.ACCEPTED
+    low = judge_group([Member(0, reward=0.1), Member(1, reward=0.2)], 2, None, config, spread)
+    assert (low.outcome, low.reason) == (Outcome.FILTERED, "own_filter")
+    assert seen == [[0, 2], [0, 1]]
+    with pytest.raises(JudgeError, match="True or False is needed"):
+        judge_group([Member(0, reward=0.1), Member(1, reward=0.2)], 2, None, config, lambda _: 0.3)  # type: ignore[arg-type, return-value]

@@ -30,16 +30,17 @@ def ray_cluster() -> Iterator[PrivateRay]:
 
 @pytest.fixture
 def run(ray_cluster: PrivateRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
-    """run(*overrides, during=f, prepare=g): f(status) at each poll, g(run folder) before anything starts."""
+    """run(*overrides, deploy=file, during=f, prepare=g): f(status) at each poll, g(run folder) before the start."""
 
     def start(
         *overrides: str,
+        deploy: Path = TINY,
         during: Callable[[dict[str, Any]], None] | None = None,
         prepare: Callable[[Path], None] | None = None,
     ) -> Finished:
         folder = tmp_path / "run"
-        settings = [*EASY, f"run.run_dir={folder}", "controller.expect={}", *overrides]
-        file = load_run_file(TINY, settings)
+        easy = [*EASY, "controller.expect={}"] if deploy == TINY else []
+        file = load_run_file(deploy, [*easy, f"run.run_dir={folder}", *overrides])
         prepare_run_dir(folder, overwrite=True)
         if prepare is not None:
             prepare(folder)

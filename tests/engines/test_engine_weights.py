@@ -93,6 +93,27 @@ def test_retract_recomputes_the_cache_so_that_later_tokens_match_the_new_weights
             np.testing.assert_allclose(output.logprobs[part], expected, atol=1e-5)
 
 
+def test_the_retract_mode_recomputes_at_every_adoption_and_aborts_nothing(kit: Any) -> None:
+    """behaviour: B5 B11. Of two adoptions in mid-request each span has the log-probs of its own version."""
+    model, versions = kit.model(seed=1), [kit.model(seed=seed) for seed in (1, 2, 3)]
+    with kit.engine(model, retract_on_swap=True) as driver:
+        driver.adopt(versions[0], 0)
+        gate = kit.gate(model, driver.engine)
+        result = driver.start([driver.request([1, 2, 3], LONG)])
+        for version in (1, 2):
+            gate.advance(10)
+            gate.step_until_done(lambda version=version: driver.adopt(versions[version], version))
+        gate.allow(1000)
+        [output] = result()
+        status = driver.engine.status()
+        assert (status.aborted_requests, status.retractions) == (0, 2)
+    assert set(output.versions.tolist()) == {0, 1, 2}
+    for version, weights in enumerate(versions):
+        part = output.versions == version
+        expected = logprobs_under(weights, [1, 2, 3], output.output_ids)[part]
+        np.testing.assert_allclose(output.logprobs[part], expected, atol=1e-5)
+
+
 def faulty(kind: str, pairs: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
     name, tensor = pairs[2]
     match kind:

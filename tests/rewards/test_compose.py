@@ -23,7 +23,7 @@ def spec_returning(*values: Any) -> RewardSpec:
 
         return f
 
-    return RewardSpec(tuple(Part(f"part{i}", 1.0, constant(v)) for i, v in enumerate(values)))
+    return RewardSpec(tuple(Part(f"part{i}", f"part{i}", 1.0, constant(v)) for i, v in enumerate(values)))
 
 
 def test_the_reward_is_the_weighted_sum_and_the_accuracy_the_first_raw_value() -> None:

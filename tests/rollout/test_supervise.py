@@ -42,14 +42,14 @@ class Scripted:
 async def test_a_good_sample_is_made_in_one_attempt() -> None:
     worker, made = Scripted(trajectory()), None
     made = await run_with_retries(worker, ITEM, 2)
-    assert isinstance(made, Trajectory) and made.metadata == {} and worker.calls == 1
+    assert isinstance(made, list) and made[0].metadata == {} and worker.calls == 1
 
 
 async def test_a_failed_attempt_is_retried_and_counted() -> None:
     """behaviour: B39"""
     worker = Scripted(ValueError("a"), KeyError("b"), trajectory())
     made = await run_with_retries(worker, ITEM, 2)
-    assert isinstance(made, Trajectory) and made.metadata == {"failed_attempts": 2}
+    assert isinstance(made, list) and made[0].metadata == {"failed_attempts": 2}
 
 
 async def test_after_the_last_retry_the_sample_is_a_failure_with_the_last_error() -> None:
@@ -66,16 +66,19 @@ async def test_no_retries_means_one_attempt() -> None:
 @pytest.mark.parametrize(
     ("result", "reason"),
     [
-        (None, "MalformedTrajectory: step returned NoneType, a Trajectory is needed"),
-        ({"tokens": [1]}, "MalformedTrajectory: step returned dict, a Trajectory is needed"),
+        (None, "MalformedTrajectory: step returned NoneType, a Trajectory or a list of them is needed"),
+        ({"tokens": [1]}, "MalformedTrajectory: step returned dict, a Trajectory or a list of them is needed"),
         (trajectory(loss_mask=np.zeros(2, np.bool_), versions=np.full(2, -1, np.int32)), "no sampled token"),
         (trajectory(rollout_logprobs=np.zeros(1, np.float32)), "unequal lengths"),
         (trajectory(9), "the trajectory has 9 tokens, the run allows 8"),
+        ([], "a Trajectory or a list of them is needed"),
+        ([trajectory()] * 3, "split into 3 segments, rollout.max_segments allows 2"),
+        ([trajectory(), trajectory(9)], "the trajectory has 9 tokens"),
     ],
 )
 async def test_a_result_that_breaks_the_record_contract_is_a_failed_attempt(result: Any, reason: str) -> None:
     """behaviour: B23, B39"""
-    made = await run_with_retries(Scripted(result, result), ITEM, 1, max_tokens=8)
+    made = await run_with_retries(Scripted(result, result), ITEM, 1, max_tokens=8, max_segments=2)
     assert isinstance(made, Failure) and made.attempts == 2
     assert reason in made.reason
 

@@ -38,11 +38,21 @@ def lease(*rows: Row) -> Lease:
     return Lease("lease", "actor", 30.0, rows, tuple(groups.values()))
 
 
-def test_advantages_are_taken_within_each_group_wherever_its_rows_stand() -> None:
+def test_rows_carry_the_reward_of_their_sample() -> None:
     """behaviour: B26"""
-    rows = [row("a", 0, 1.0, [3]), row("b", 0, 0.2, [3]), row("a", 1, 0.0, [3]), row("b", 1, 0.6, [3])]
-    advantages = {r.row_id: r.advantage for r in train_rows(lease(*rows), GRPO)}
-    assert advantages == pytest.approx({"a/0/0": 0.5, "a/1/0": -0.5, "b/0/0": -0.2, "b/1/0": 0.2})
+    rows = train_rows(lease(row("a", 0, 1.0, [3]), row("b", 0, 0.25, [3]), row("a", 1, 0.0, [3])), GRPO)
+    assert {r.row_id: r.reward for r in rows} == {"a/0/0": 1.0, "b/0/0": 0.25, "a/1/0": 0.0}
+
+
+def test_training_on_given_responses_reads_no_reward() -> None:
+    sft = AlgorithmConfig(name="sft")
+    assert "reward" in actor_fields(GRPO) and "reward" not in actor_fields(sft)
+    unscored = row("a", 0, 1.0, [0])
+    del unscored.fields["reward"], unscored.fields["accuracy"]
+    assert train_rows(lease(unscored), sft)[0].reward == 0
+    samples = StepSamples()
+    samples.add(lease(unscored), 0)
+    assert "reward_mean" not in samples.record()
 
 
 def test_reference_log_probs_travel_only_when_the_algorithm_reads_them() -> None:
@@ -75,11 +85,3 @@ def test_groups_without_a_difference_are_counted() -> None:
     samples = StepSamples()
     samples.add(lease(row("a", 0, 1.0, [0]), row("a", 1, 1.0, [0]), row("b", 0, 1.0, [0]), row("b", 1, 0.0, [0])), 0)
     assert samples.record()["zero_variance_groups"] == 1
-    assert not samples.constant_reward()
-
-
-def test_a_constant_reward_over_the_step_is_seen() -> None:
-    """behaviour: B21"""
-    samples = StepSamples()
-    samples.add(lease(row("a", 0, 0.3, [0]), row("b", 0, 0.3, [0])), 0)
-    assert samples.constant_reward()

@@ -46,11 +46,11 @@ def put(k: int) -> RowPut:
 async def test_samples_that_finish_during_a_put_share_the_next_one() -> None:
     bus = RecordingBus()
     batcher = PutBatcher(bus)  # type: ignore[arg-type]
-    first = [asyncio.create_task(batcher.put(put(k), "lease")) for k in range(3)]
+    first = [asyncio.create_task(batcher.put([put(k)], "lease")) for k in range(3)]
     async with asyncio.timeout(10):
         while not bus.puts:
             await asyncio.sleep(0)
-    later = [asyncio.create_task(batcher.put(put(k), "lease")) for k in range(3, 7)]
+    later = [asyncio.create_task(batcher.put([put(k)], "lease")) for k in range(3, 7)]
     for _ in range(5):
         await asyncio.sleep(0)
     assert len(bus.puts) == 1, "one put at a time"
@@ -63,7 +63,7 @@ async def test_leases_do_not_share_a_put() -> None:
     bus = RecordingBus()
     bus.gate.set()
     batcher = PutBatcher(bus)  # type: ignore[arg-type]
-    await asyncio.gather(batcher.put(put(0), "a"), batcher.put(put(1), "b"))
+    await asyncio.gather(batcher.put([put(0)], "a"), batcher.put([put(1)], "b"))
     assert sorted(bus.puts) == [("a", ["g/0/0"]), ("b", ["g/1/0"])]
 
 
@@ -74,10 +74,10 @@ async def test_a_failed_put_fails_each_of_its_samples_and_the_next_goes_on(error
     bus.fail = error
     batcher = PutBatcher(bus)  # type: ignore[arg-type]
     async with asyncio.timeout(10):
-        results = await asyncio.gather(*(batcher.put(put(k), "lease") for k in range(2)), return_exceptions=True)
+        results = await asyncio.gather(*(batcher.put([put(k)], "lease") for k in range(2)), return_exceptions=True)
     assert results == [error, error]
     bus.fail = None
-    await batcher.put(put(9), "lease")
+    await batcher.put([put(9)], "lease")
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -107,7 +107,7 @@ async def test_an_evaluation_keeps_the_order_of_its_prompts_and_means_of_parts()
 async def test_an_evaluation_past_its_deadline_says_how_many_answers_came() -> None:
     evaluation = Evaluation("after", prompts(2), epoch=0, first_seq=0)
     evaluation.on_event(complete("eval-toy:0:0", 1.0))
-    with pytest.raises(EvalIncomplete, match="1 of 2 answers"):
+    with pytest.raises(EvalIncomplete, match="1 of 2 prompts answered"):
         await evaluation.run(RecordingBus(), PolicyVersion(0), 0.01)  # type: ignore[arg-type]
 
 

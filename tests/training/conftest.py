@@ -81,7 +81,13 @@ ALGORITHMS = {
     "grpo_kl_entropy": AlgorithmConfig(name="grpo", kl={"coef": 0.1}, entropy_coef=0.01),
     "dapo": AlgorithmConfig(name="dapo"),
     "sum_over_constant": AlgorithmConfig(aggregation="seq_sum_constant", aggregation_constant=8),
-    "trainer_tis": AlgorithmConfig(name="dapo", behaviour="trainer", tis={"cap": 2.0}),
+    "trainer_truncated": AlgorithmConfig(
+        name="dapo", behaviour="trainer", correction={"weight": "token", "cap": 2.0, "mask": "geometric"}
+    ),
+    "gspo": AlgorithmConfig(name="gspo", clip_low=0.5, clip_high=0.5),
+    "cispo": AlgorithmConfig(name="cispo"),
+    "sapo": AlgorithmConfig(name="sapo"),
+    "sft": AlgorithmConfig(name="sft"),
 }
 
 

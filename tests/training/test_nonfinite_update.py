@@ -52,7 +52,7 @@ def spoil(row: TrainRow, field: str, value: float) -> TrainRow:
         (lambda row: spoil(row, "rollout_logprobs", math.nan), LOSS, "rollout log-prob"),
         # Clipping would hide this one from the loss.
         (lambda row: replace(spoil(row, "rollout_logprobs", -math.inf), advantage=1.0), LOSS, "rollout log-prob"),
-        (lambda row: spoil(row, "ref_logprobs", -math.inf), REF_LOSS, "reference log-prob"),
+        (lambda row: spoil(row, "ref_logprobs", -math.inf), REF_LOSS, "ref_logprobs"),
         # Divides the logits into infinities.
         (lambda row: replace(row, temperature=1e-44), LOSS, "trainer log-prob"),
     ],

@@ -35,3 +35,19 @@ def test_missing_and_foreign_tensors_are_refused_by_name(make_backend, model_fol
         ReferenceModel(model_folder, weights[1:])
     with pytest.raises(ModelError, match="'foreign'"):
         ReferenceModel(model_folder, [*weights, ("foreign", torch.zeros(1))])
+
+
+def test_the_likeliest_tokens_are_those_of_the_whole_distribution(model_folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    logprobs, ids, tops = ReferenceModel(model_folder, None, share_prompts=True).top(TOKENS, WANTED, TEMPERATURE, 3)
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(model_folder)(input_ids=TOKENS).logits[:, :-1]
+    full = (logits / TEMPERATURE[:, None, None]).log_softmax(-1)
+    wanted = WANTED[:, 1:]
+    torch.testing.assert_close(tops[:, 1:][wanted], full.topk(3).values[wanted], atol=1e-5, rtol=0)
+    assert torch.equal(ids[:, 1:][wanted], full.topk(3).indices[wanted])
+    torch.testing.assert_close(
+        logprobs[:, 1:][wanted], full.gather(2, TOKENS[:, 1:, None]).squeeze(2)[wanted], atol=1e-5, rtol=0
+    )
+    assert not tops[~WANTED].any() and not ids[~WANTED].any()

@@ -1,28 +1,16 @@
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from relax.config.roles import ActorConfig, DataConfig, WarmStartConfig
-from relax.training.base import TrainBatch
 from relax.training.torch_backend import TorchBackend
-from relax.training.warm_start import supervised_loss, warm_start, warm_started_model
+from relax.training.warm_start import warm_start, warm_started_model
 
 # Copy two tokens, then end with 0.
 EXAMPLES = [([a, b, 15], [a, b, 0]) for a in range(1, 5) for b in range(1, 5)]
-
-
-def test_supervised_loss_golden() -> None:
-    """behaviour: B27. Response probabilities 1/2 and 1/4; the prompt's -9 is not counted: (ln 2 + ln 4) / 2."""
-    mask = torch.tensor([[False, True, True]])
-    nothing = torch.zeros(1, 3)
-    batch = TrainBatch(nothing.long(), mask, mask, torch.ones(1), nothing, nothing, nothing.int())
-    output = supervised_loss(batch, torch.tensor([[-9.0, math.log(0.5), math.log(0.25)]]), nothing)
-    assert output.loss_sum.item() / output.normaliser == pytest.approx(1.5 * math.log(2))
 
 
 def test_warm_start_learns_the_responses(make_backend: Callable[..., TorchBackend]) -> None:
