@@ -171,6 +171,29 @@ def logs(
         print("\n".join(path.read_text(errors="replace").splitlines()[-lines:]))
 
 
+@app.command()
+def simulate(
+    file: FileArgument,
+    overrides: SetOption = [],  # noqa: B006 (typer reads the default)
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Predict step times of a cluster: the run's own admission and bus on a simulated clock.
+
+    Prints colocated and asynchronous modes of staleness 0, 1 and 2, beside published figures where the file has them.
+    """
+    from relax.cli.run import fail
+    from relax.cli.simulate import as_json as report_of
+    from relax.cli.simulate import as_table, simulate_modes
+
+    try:
+        run = load_run_file(file, overrides).run
+        modes, profile = simulate_modes(run, (0, 1, 2))
+    except (RelaxError, ValueError) as error:
+        raise typer.Exit(fail(Console(), error)) from None
+    report = report_of(modes, profile.published_s)
+    print(json.dumps(report) if as_json else as_table(report))
+
+
 @recipe_app.command("new")
 def recipe_new(
     name: Annotated[str, typer.Argument(help="Name of the recipe and of its runs", show_default=False)],

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from relax.config.base import StrictModel
+from relax.config.simulation import SimulationConfig
 
 
 class Overdue(enum.StrEnum):
@@ -116,6 +117,8 @@ class RunConfig(StrictModel):
     """The field store."""
     threads: Annotated[int, Field(ge=1)] = 1
     """Torch threads of each process. More than one per core slows every process down."""
+    simulation: SimulationConfig | None = None
+    """Time model of a cluster for `relax simulate`; no part of it is read by a real run."""
     faults: tuple[Fault, ...] = ()
     """Faults to inject, for tests of the safeguards. Empty in any real run."""
 
