@@ -52,6 +52,9 @@ format: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.bus --json
+	$(BIN)/python -m benchmarks.engine --json
+	$(BIN)/python -m benchmarks.sync --json
+	$(BIN)/python -m benchmarks.pipeline --json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache

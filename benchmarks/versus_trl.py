@@ -65,11 +65,14 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "seed": 1,
     }
     _, trl_s, _ = best_of_trl(task, folder)
-    ours_s, _ = ours(task, folder / "tiny", steps=60, warm=20, slots=128, lease=16, micro_batch_tokens=8192)
+    ours_s, parts = ours(
+        task, folder / "tiny", steps=60, warm=20, instances=1, slots=256, lease=16, micro_batch_tokens=8192
+    )
     return {
         **figures,
         "tiny_step_ms": round(1e3 * statistics.median(ours_s), 1),
         "tiny_trl_ms": round(1e3 * statistics.median(trl_s), 1),
+        "tiny_parts": {name: round(value, 3) for name, value in parts.items()},
     }
 
 
@@ -77,6 +80,7 @@ def large(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     model = make_model(folder / "model", hidden_size=320, layers=8, heads=5, alphabet=ALPHABET)
     count = random_weights(model)
     ratios, ours_all, trl_all, tokens, chosen = [], [], [], [], None
+    parts: dict[str, float] = {}
     for seed in range(1, options.seeds + 1):
         task = {
             "model": str(model),
@@ -90,14 +94,15 @@ def large(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         }
         settings, trl_s, trl_tokens = best_of_trl(task, folder, None if chosen is None else (chosen,))
         chosen = settings  # the better of the first seed is used for the others
-        ours_s, our_tokens = ours(
-            task, folder / f"seed{seed}", steps=WARM_STEPS + 3 * options.steps, warm=WARM_STEPS, slots=32, lease=2,
+        ours_s, parts = ours(
+            task, folder / f"seed{seed}", steps=WARM_STEPS + 3 * options.steps, warm=WARM_STEPS, instances=1,
+            slots=64, lease=2,
             micro_batch_tokens=4096,
         )  # fmt: skip
         ratios.append(statistics.fmean(ours_s) / statistics.fmean(trl_s))
         ours_all.append(statistics.fmean(ours_s))
         trl_all.append(statistics.fmean(trl_s))
-        tokens.append((our_tokens, trl_tokens))
+        tokens.append((parts["response_tokens_mean"], trl_tokens))
     return {
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
@@ -106,6 +111,7 @@ def large(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         "mean_tokens": [round(a, 1) for a, _ in tokens],
         "trl_mean_tokens": [round(b, 1) for _, b in tokens],
         "trl_settings": chosen,
+        "parts": {name: round(value, 3) for name, value in parts.items()},
         "parameters": count,
     }
 
@@ -173,9 +179,17 @@ def best_of_trl(
 
 
 def ours(
-    task: dict[str, Any], folder: Path, *, steps: int, warm: int, slots: int, lease: int, micro_batch_tokens: int
-) -> tuple[list[float], float]:
-    """Wall times of the steps after the warm ones, and the mean response length, with all services."""
+    task: dict[str, Any],
+    folder: Path,
+    *,
+    steps: int,
+    warm: int,
+    instances: int,
+    slots: int,
+    lease: int,
+    micro_batch_tokens: int,
+) -> tuple[list[float], dict[str, float]]:
+    """Wall times of the steps after the warm ones, and means of where they went, with all services."""
     folder.mkdir(parents=True)
     data = folder / "prompts.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": text, "label": text.rstrip(">")}) for text in task["prompts"]))
@@ -196,7 +210,7 @@ def ours(
         "controller": {},
         "dcs": {},
         "rollout": {
-            "instances": 2,
+            "instances": instances,
             "data": {"kind": "jsonl", "path": str(data)},
             "engine": {"slots": slots},
         },
@@ -221,7 +235,8 @@ def ours(
         raise RuntimeError(f"the run ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     timed = lines[warm:]
-    return [line["step_s"] for line in timed], statistics.fmean(line["response_tokens_mean"] for line in timed)
+    parts = ("response_tokens_mean", "train_compute_s", "engine_busy_s", "wait_data_s", "publish_s")
+    return [line["step_s"] for line in timed], {name: statistics.fmean(line[name] for line in timed) for name in parts}
 
 
 if __name__ == "__main__":

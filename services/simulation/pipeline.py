@@ -15,7 +15,7 @@ import numpy as np
 
 from bus.index import Index
 from bus.index import Limits as BusLimits
-from bus.records import AdmitHeader, Caller, EventKind, Grant, LeaseRequest, RowHeader, Verdict, VerdictKind
+from bus.records import AdmitHeader, Caller, EventKind, Grant, LeaseRequest, RowHeader, Scalar, Verdict, VerdictKind
 from relax.config.run import RunConfig
 from relax.config.simulation import EngineModelConfig, SimulationConfig
 from relax.control.admission import AdmissionState, Limits, hold_below
@@ -257,7 +257,7 @@ class Pipeline:
     def _finished(self, number: int, sample: Sample) -> None:
         owner = f"rollout-{number}"
         row_id = f"{sample.group_id}/{sample.k}/0"
-        tags = {
+        tags: dict[str, Scalar] = {
             "tokens": sample.length,
             "reward": float(sample.k % 2),
             "accuracy": float(sample.k % 2),
@@ -300,7 +300,7 @@ class Pipeline:
                     continue
                 leases.append(grant.lease_id)
                 groups += [group.group_id for group in grant.groups]
-                amount = sum(int(row.tags["tokens"]) for row in grant.rows)
+                amount = sum(row.tags["tokens"] for row in grant.rows if isinstance(row.tags["tokens"], int))
                 tokens += amount
                 for row in grant.rows:
                     for version, count in self._lag_of.pop(row.row_id).items():
