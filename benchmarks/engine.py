@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.models import parameters, small_qwen3
+from benchmarks.models import parameters, random_qwen3
 from relax.engines.embedded import EmbeddedEngine
 from relax.engines.requests import FutureSink, Request
 from relax.types import SamplingParams
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measure(requests: int, reps: int) -> dict[str, Any]:
-    model = small_qwen3(VOCAB)
+    model = random_qwen3(VOCAB)
     draw = np.random.default_rng(0)
     prompts = draw.integers(3, VOCAB, (requests, PROMPT_TOKENS)).astype(np.int32)
     lengths = {

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from benchmarks.engine import BATCH, VOCAB, Letters
-from benchmarks.models import parameters, small_qwen3
+from benchmarks.models import parameters, random_qwen3
 from relax.engines.embedded import EmbeddedEngine
 from relax.engines.requests import FutureSink, Request
 from relax.types import PolicyVersion, SamplingParams
@@ -65,7 +65,7 @@ def measure(folder: Path, updates: int, period_s: float) -> dict[str, Any]:
     here, there = context.Pipe()
     trainer = context.Process(target=publish, args=(folder, there), daemon=True)
     trainer.start()
-    model = small_qwen3(VOCAB)
+    model = random_qwen3(VOCAB)
     engine = EmbeddedEngine(model, Letters(), eos_ids=[0], slots=BATCH, max_context=256, threads=1)
     load = Load(engine)
     try:
@@ -177,7 +177,7 @@ def memcpy_s(model: Any) -> float:
 def publish(folder: Path, pipe: Connection) -> None:
     """The trainer's process: on each number a version, a little different from the last."""
     torch.set_num_threads(1)
-    model = small_qwen3(VOCAB)
+    model = random_qwen3(VOCAB)
     store = WeightStore(folder, keep=2)
     while (version := pipe.recv()) is not None:
         with torch.no_grad():

@@ -27,6 +27,8 @@ from typing import Any
 
 import yaml
 
+from benchmarks.models import parameters, random_qwen3
+
 ROOT = Path(__file__).parents[1]
 TRL_SETTINGS = ({"threads": 1, "accumulate": 1}, {"threads": 2, "accumulate": 1}, {"threads": 2, "accumulate": 4})
 ALPHABET = "0123456789>abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWX"
@@ -132,27 +134,10 @@ def make_model(folder: Path, *, hidden_size: int, layers: int, heads: int, alpha
 def random_weights(folder: Path) -> int:
     """In place of the character model's weights those that transformers gives by default: their answers have
     lengths as a fair die of 64 sides gives them. Returns the number of parameters."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=320,
-        intermediate_size=960,
-        num_hidden_layers=8,
-        num_attention_heads=5,
-        num_key_value_heads=5,
-        head_dim=64,
-        tie_word_embeddings=True,
-        max_position_embeddings=640,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    model = Qwen3ForCausalLM(config)
+    ids = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    model = random_qwen3(64, hidden_size=320, intermediate_size=960, layers=8, **ids)
     model.save_pretrained(folder)
-    return int(sum(p.numel() for p in model.parameters()))
+    return parameters(model)
 
 
 def best_of_trl(

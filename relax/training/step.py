@@ -46,7 +46,7 @@ Supply = Callable[[int], Iterator[Sequence[TrainRow]]]
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """`updates` of the policy were made, `skipped` ones had a number that was not finite."""
+    """`updates` of the policy were made; `skipped` ones, of policy or critic, had a number that was not finite."""
 
     result: StepResult
     updates: int
@@ -78,7 +78,7 @@ class StepTrainer:
     def train(self, supply: Supply, step: int, version: PolicyVersion) -> StepOutcome | None:
         """Train committed step number `step` (0-based) of policy `version`; None when the data has ended.
 
-        Raises `NonFiniteUpdate` when no update succeeded: parameters and optimizer state are unchanged then.
+        Raises `NonFiniteUpdate` when no update succeeded, the critic's included: nothing has changed then.
         An update that fails after another succeeded is left out and counted.
         """
         updates = _Updates()
@@ -145,7 +145,7 @@ class StepTrainer:
         for epoch in range(self._algorithm.epochs):
             for part in mini_batches(rows, self._algorithm.mini_batches, (self._run.seed, step, epoch)):
                 if critic is not None and self._critic is not None:
-                    updates.add_critic(self._critic.step(self._batches(part, version), ValueLoss(critic.value_clip)))
+                    updates.add_critic(self._critic.step, self._batches(part, version), ValueLoss(critic.value_clip))
                 if policy_learns:
                     updates.add(self._backend.step, self._batches(part, version), self._loss)
 
@@ -227,16 +227,19 @@ class _Updates:
         self._errors: list[NonFiniteUpdate] = []
 
     def add(self, step: Callable[..., StepResult], *arguments: object) -> None:
+        self._try(self._results, step, arguments)
+
+    def add_critic(self, step: Callable[..., StepResult], *arguments: object) -> None:
+        self._try(self._critic, step, arguments)
+
+    def _try(self, results: list[StepResult], step: Callable[..., StepResult], arguments: tuple[object, ...]) -> None:
         try:
-            self._results.append(step(*arguments))
+            results.append(step(*arguments))
         except NonFiniteUpdate as error:
             self._errors.append(error)
 
-    def add_critic(self, result: StepResult) -> None:
-        self._critic.append(result)
-
     def outcome(self) -> StepOutcome | None:
-        if self._errors and not self._results:
+        if self._errors and not self._results and not self._critic:
             raise self._errors[0]
         if not self._results and not self._critic:
             return None

@@ -182,6 +182,24 @@ def test_one_failed_update_of_several_is_left_out_and_counted(make_backend: Make
         trainer(make_backend(), AlgorithmConfig(name="grpo")).train(in_portions([*broken, *rows[3:]], 1), 0, V0)
 
 
+def test_a_failed_update_of_the_critic_does_not_undo_the_count_of_the_policys(
+    make_backend: MakeBackend, make_rows: MakeRows, make_critic: Callable[..., TorchCritic]
+) -> None:
+    """behaviour: B45. The step is not given up when the policy has moved."""
+    backend, critic = make_backend(), make_critic()
+
+    def broken(*_: Any) -> Any:
+        raise NonFiniteUpdate("a value is not finite")
+
+    critic.step = broken  # type: ignore[method-assign]
+    step = trainer(backend, AlgorithmConfig(name="ppo"), critic, critic=CriticConfig())
+    outcome = step.train(in_portions(scored_rows(make_rows), 2), 0, V0)
+    assert outcome is not None and (outcome.updates, outcome.skipped) == (1, 1)
+    warming = trainer(backend, AlgorithmConfig(name="ppo"), critic, critic=CriticConfig(warmup_steps=9))
+    with pytest.raises(NonFiniteUpdate):
+        warming.train(in_portions(scored_rows(make_rows), 2), 0, V0)
+
+
 @pytest.fixture
 def make_critic(model_folder: Path) -> Callable[..., TorchCritic]:
     def make(**fields: Any) -> TorchCritic:
