@@ -38,7 +38,7 @@ def test_one_command_learns_accounts_for_every_sample_and_leaves_nothing(start: 
     behaviour: B2 B3 B8 B9 B15 B16 B34 B41
     """
     expect = "controller.expect={reward_first_max: 0.3, reward_last_min: 0.9, accuracy_last_min: 0.7}"
-    command = start("run.steps=90", "run.max_staleness=1", "actor.checkpoint_every=25", expect)
+    command = start("run.steps=110", "run.max_staleness=1", "actor.checkpoint_every=25", expect)
     snapshots, memory = [], []
     while command.running():
         status = command.status()
@@ -54,26 +54,26 @@ def test_one_command_learns_accounts_for_every_sample_and_leaves_nothing(start: 
             assert log.returncode == 0 and b" in " + bytes(command.folder) in log.stdout, log
         time.sleep(1.0)  # the pace of the snapshots; the command's own end is awaited
     assert command.exit_code == 0, command.output
-    assert "step 90/90" in command.output and "report.html" in command.output
+    assert "step 110/110" in command.output and "report.html" in command.output
 
     summary, metrics, samples = command.summary, command.lines("metrics.jsonl"), command.lines("samples.jsonl")
     assert summary["reward_first"] <= 0.3 and summary["reward_last"] >= 0.9
     assert summary["produced"] == summary["trained"] + summary["dropped"] + summary["queued"]
-    assert summary["produced"] == 90 * 8 * 16 == len([s for s in samples if s["purpose"] == "train"])
+    assert summary["produced"] == 110 * 8 * 16 == len([s for s in samples if s["purpose"] == "train"])
     assert summary["restarts_unasked"] == 0
     assert summary["digest_ok"] and 0 < summary["logprob_gap_max"] <= 1e-4
-    assert set(summary["engine_versions"].values()) == {90}
-    assert [line["step"] for line in metrics] == list(range(1, 91))
+    assert set(summary["engine_versions"].values()) == {110}
+    assert [line["step"] for line in metrics] == list(range(1, 111))
     assert all(line["version_lag_max"] <= 4 and line["logprob_gap_max"] <= 1e-4 for line in metrics)
-    last = [s["reward"] for s in samples[-128:]]
-    assert sum(last) / len(last) >= 0.9
+    last = [s["reward"] for s in samples[-4 * 8 * 16 :]]  # of about the steps that reward_last is the mean of
+    assert abs(sum(last) / len(last) - summary["reward_last"]) < 0.1
     assert memory[0] < 4e9
     assert len(snapshots) > 10
     for bus in snapshots:
         assert bus["produced"] == bus["trained"] + bus["dropped"] + bus["queued"]
     assert (command.folder / "report.html").stat().st_size > 10_000
     assert json.loads((command.folder / "config.json").read_text())["actor"]["optim"]["lr"] == 0.003
-    assert list((command.folder / "checkpoints").glob("ckpt-*-step-00000090/manifest.json"))
+    assert list((command.folder / "checkpoints").glob("ckpt-*-step-00000110/manifest.json"))
     assert command.left_behind() == []
 
 
