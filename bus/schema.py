@@ -128,10 +128,13 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     return dtype.name
 
 
+_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
 def json_bytes(row_id: str, name: str, value: Json) -> bytes:
     """Canonical UTF-8 JSON of a field: equal values give equal digests. NaN is refused."""
     try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+        return _CANONICAL.encode(value).encode()
     except (TypeError, ValueError) as error:
         raise SchemaError(f"row {row_id}: field {name!r} is not JSON: {error}") from error
 

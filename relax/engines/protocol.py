@@ -177,6 +177,8 @@ def version_spans(versions: IntArray) -> list[dict[str, Json]]:
     """[start, end) of each run of one version over the generated tokens."""
     if not len(versions):
         return []
+    if versions[0] == versions[-1]:  # nearly always: they never decrease
+        return [{"version": version_text(PolicyVersion(int(versions[0]))), "start": 0, "end": len(versions)}]
     cuts = [0, *(np.flatnonzero(versions[1:] != versions[:-1]) + 1).tolist(), len(versions)]
     return [
         {"version": version_text(PolicyVersion(int(versions[start]))), "start": start, "end": end}

@@ -178,8 +178,9 @@ class RunFolder:
 
 
 def _plain(record: Any) -> Json:
+    """Its fields as they are: `asdict` would copy each of them, deep down."""
     if dataclasses.is_dataclass(record) and not isinstance(record, type):
-        return dataclasses.asdict(record)
+        return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
     return record
 
 

@@ -70,14 +70,11 @@ class StepSamples:
                 self.rewards.append(reward)
                 self.accuracies.append(float(row.array("accuracy")))
                 self.group_rewards.setdefault(row.group_id, []).append(reward)
-            self._add_lags(row, version)
-
-    def _add_lags(self, row: Row, version: int) -> None:
-        versions = row.array("versions")
-        drawn = versions[versions != NO_VERSION]
-        self.response_tokens += len(drawn)
-        for value, count in zip(*np.unique(drawn, return_counts=True), strict=True):
-            self.lags[version - int(value)] += int(count)
+        versions = np.concatenate([row.array("versions") for row in lease.rows])
+        drawn, counts = np.unique(versions[versions != NO_VERSION], return_counts=True)
+        self.response_tokens += int(counts.sum())
+        for value, count in zip(drawn.tolist(), counts.tolist(), strict=True):
+            self.lags[version - value] += count
 
     def record(self) -> dict[str, float]:
         tokens = sum(self.lags.values())

@@ -110,8 +110,9 @@ class Reward:
             for row, text, prompt in zip(lease.rows, texts, prompts, strict=True)
         ]
         results = await self._score_and_store(lease, requests)
+        shown: dict[bytes, str] = {}  # a group's samples have one prompt
         self._unreported += [
-            self._sample(row, text, prompt, result)
+            self._sample(row, text, prompt, result, shown)
             for row, text, prompt, result in zip(lease.rows, texts, prompts, results, strict=True)
         ]
         self._watch_failures(results)
@@ -159,14 +160,18 @@ class Reward:
         if puts:
             await self.bus.put(puts, lease_id=lease.lease_id, deadline_s=PUT_DEADLINE_S, ack=True)
 
-    def _sample(self, row: Row, text: str, prompt: Prompt, result: RewardResult) -> SampleRecord:
-        mask = row.array("loss_mask")
+    def _sample(
+        self, row: Row, text: str, prompt: Prompt, result: RewardResult, shown: dict[bytes, str]
+    ) -> SampleRecord:
+        given = row.array("tokens")[~row.array("loss_mask")]
+        if (key := given.tobytes()) not in shown:
+            shown[key] = self.tokenizer.decode(given, skip_special=False)
         purpose = str(row.tags.get("purpose") or Purpose.TRAIN.value)
         return SampleRecord(
             row_id=row.row_id,
             purpose=purpose,
             version=int(row.array("versions").max()),
-            prompt=self.tokenizer.decode(row.array("tokens")[~mask], skip_special=False),
+            prompt=shown[key],
             response=text,
             label=prompt.label,
             reward=result.reward,
