@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bus.records import Lease, Row
+from bus.records import Lease
 from relax.algorithms import check_batch_mode, needs_ref, needs_reward, teacher_columns
 from relax.config.algorithm import AlgorithmConfig
 from relax.training.batching import TrainRow
