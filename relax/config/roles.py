@@ -141,11 +141,15 @@ class FilterConfig(StrictModel):
     """Groups at or above are filtered."""
     max_filtered_prompts: Annotated[int, Field(ge=1)] = 2000
     """Stop with an error when this many groups in a row are filtered: the task gives no signal (B28)."""
+    retire_easy: bool = False
+    """Do not draw a prompt again in later epochs that was at or above `high` in an earlier one."""
 
     @model_validator(mode="after")
     def _known_kind(self) -> FilterConfig:
         if ":" not in self.kind and self.kind not in ("none", "accuracy_band"):
             raise ValueError(f"unknown filter '{self.kind}': none, accuracy_band, or an own one as file.py:function")
+        if self.retire_easy and self.kind != "accuracy_band":
+            raise ValueError("rollout.filter.retire_easy goes with rollout.filter.kind: accuracy_band")
         return self
 
 

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from relax.config.roles import FilterConfig
 from relax.types import RelaxError
 
+ACCURACY_LOW, ACCURACY_HIGH = "accuracy_low", "accuracy_high"
+"""Reasons of the band filter."""
+
 
 class JudgeError(RelaxError, ValueError):
     """The members are not a complete group."""
@@ -94,12 +97,10 @@ def _filter_by_accuracy(alive: list[Member], survivors: tuple[int, ...], band: F
     if mean is None:
         return GroupVerdict(Outcome.DROPPED, "no_accuracy", "no sample has a raw accuracy to filter by", survivors)
     if mean <= band.low:
-        return GroupVerdict(
-            Outcome.FILTERED, "accuracy_low", f"mean accuracy {mean:g} <= {band.low:g}", survivors, mean
-        )
+        return GroupVerdict(Outcome.FILTERED, ACCURACY_LOW, f"mean accuracy {mean:g} <= {band.low:g}", survivors, mean)
     if mean >= band.high:
         detail = f"mean accuracy {mean:g} >= {band.high:g}"
-        return GroupVerdict(Outcome.FILTERED, "accuracy_high", detail, survivors, mean)
+        return GroupVerdict(Outcome.FILTERED, ACCURACY_HIGH, detail, survivors, mean)
     return GroupVerdict(Outcome.ACCEPTED, survivors=survivors, mean_accuracy=mean)
 
 
@@ -126,7 +127,7 @@ class FilterStreak:
         if verdict.outcome is Outcome.ACCEPTED:
             self.low = self.high = 0
         elif verdict.outcome is Outcome.FILTERED:
-            if verdict.reason == "accuracy_high":
+            if verdict.reason == ACCURACY_HIGH:
                 self.high += 1
             else:
                 self.low += 1

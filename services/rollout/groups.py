@@ -19,9 +19,10 @@ from bus.records import TRAINING, Event, EventKind, GroupAdmission, Verdict, Ver
 from relax.config.file import RolloutArgs
 from relax.control.admission import AdmissionState, Limits
 from relax.control.judge import FilterStreak, Member, NoSignal, Outcome, judge_group
+from relax.control.retired import RetiredPrompts
 from relax.data.source import PromptSource
 from relax.plugins import load_function
-from relax.types import GroupId, PolicyVersion, Purpose
+from relax.types import GroupId, PolicyVersion, Prompt, Purpose
 from services.rollout.ledger import AdmissionEntry, EventPosition, Ledger, Terminal, TerminalState
 from services.runtime import RoleReporter
 
@@ -53,6 +54,8 @@ class GroupKeeper:
         kind = args.rollout.filter.kind
         self.own_filter = load_function(kind, Path.cwd()) if ":" in kind else None
         self.streak = FilterStreak(source.name, args.rollout.filter)
+        filtered = ledger.terminals(TerminalState.FILTERED)
+        self.retired = RetiredPrompts(source.name, args.rollout.filter, [(t.group_id, t.reason) for t in filtered])
         self.next_seq = ledger.next_seq
         self.on_eval: Callable[[Event], None] = lambda event: None
         self.finished = asyncio.Event()
@@ -93,7 +96,7 @@ class GroupKeeper:
         entries: list[AdmissionEntry] = []
         now = time.monotonic()
         while self.admission.capacity > 0 and not self.admission.exhausted:
-            prompt = self.source.next()
+            prompt = self._next_prompt()
             if prompt is None:
                 self.admission.exhausted = True
                 await self.bus.close_topic(TRAINING)
@@ -116,6 +119,16 @@ class GroupKeeper:
             await self._put(entries)
             self.reporter.count("groups_admitted", len(entries))
         self.reporter.facts["skipped_rows"] = self.source.skipped
+
+    def _next_prompt(self) -> Prompt | None:
+        """The next one that no earlier epoch found too easy; None at the end of the source."""
+        try:
+            while (prompt := self.source.next()) is not None and self.retired.passes_over(prompt.group_id):
+                self.reporter.count("prompts_retired")
+        except NoSignal as error:
+            self.reporter.end_run(str(error))
+            return None
+        return prompt
 
     async def next_step(self) -> None:
         """Wait until a step is committed, or the run's groups are all trained."""
@@ -179,6 +192,7 @@ class GroupKeeper:
         for terminal in changes.terminals:
             if terminal.state is TerminalState.FILTERED:
                 self.admission.mark_filtered(terminal.group_id)
+                self.retired.note(terminal.group_id, terminal.reason)
                 self.reporter.count("groups_filtered")
             elif terminal.state is TerminalState.DROPPED:
                 self.admission.mark_dropped(terminal.group_id, terminal.reason)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from e2e_support import EASY, RunCommand
 
@@ -103,3 +105,22 @@ def test_an_interrupt_while_the_services_come_up_leaves_nothing(start: Start) ->
     command.process.wait(120)
     assert command.exit_code == 130, command.output
     assert command.left_behind() == []
+
+
+@pytest.mark.slow
+def test_host_memory_does_not_grow_with_the_steps(start: Start) -> None:
+    """The slope over the last 150 of 220 steps, in which a run of this size handles 19200 samples.
+
+    behaviour: B36
+    """
+    command = start("run.steps=220", "rollout.data.task=reverse", "rollout.data.params={length: 3}")
+    seen: dict[int, int] = {}
+    while command.running():
+        status = command.status()
+        step = status["step"] if status else 0
+        if 70 <= step < 220 and step not in seen:
+            seen[step] = command.memory_bytes()
+        time.sleep(0.5)  # the pace of the samples; the command's own end is awaited
+    assert command.exit_code is not None and len(seen) > 20, command.output
+    slope = float(np.polyfit(list(seen), list(seen.values()), 1)[0])
+    assert abs(slope) * 150 < 0.01 * statistics.fmean(seen.values()), f"{slope / 1e3:.0f} kB a step: {seen}"

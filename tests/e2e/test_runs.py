@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from e2e_support import Runner, kill_once
 
+from services.rollout.ledger import Ledger, TerminalState
+
 pytestmark = [pytest.mark.ray]
 
 
@@ -93,3 +95,21 @@ def test_a_stall_names_who_waits_for_whom(run: Runner) -> None:
     done = run("run.steps=5", hang, "controller.stall_s=5", "controller.stall_stops_run=true")
     assert done.outcome.state == "failed"
     assert "nothing moved for" in (done.outcome.reason or "") and "rollout" in (done.outcome.reason or "")
+
+
+def test_a_task_without_signal_ends_with_its_name_and_its_prompts_count_as_consumed(run: Runner) -> None:
+    """Rewards differ within each group and no answer is right: the filter must read the accuracy.
+
+    behaviour: B28 B29
+    """
+    band = "rollout.filter={kind: accuracy_band, low: 0.1, max_filtered_prompts: 40}"
+    done = run("run.steps=20", "rollout.data.task=reverse", "rollout.data.params={length: 3}", band)
+    assert done.outcome.state == "failed"
+    reason = done.outcome.reason or ""
+    assert "reverse" in reason and "40 prompts in a row were filtered by accuracy_band" in reason, reason
+    rewards = [sample["reward"] for sample in done.lines("samples.jsonl")]
+    assert len(set(rewards)) > 1 and done.summary["steps"] == 0
+    ledger = Ledger(done.folder / "ledger.sqlite", read_only=True)
+    counts, filtered = ledger.counts(), ledger.terminals(TerminalState.FILTERED)
+    assert counts.filtered == len({terminal.group_id for terminal in filtered}) >= 40
+    assert counts.trained == 0 and ledger.last_cursor()["position"] == counts.admitted
