@@ -171,6 +171,34 @@ def wrong_command(arguments: list[str]) -> str | None:
     return None
 
 
+_SPAN = re.compile(r"`(relax [^`]+)`")
+
+
+def check_inline(path: Path) -> None:
+    """Commands named in the text, between the blocks: they may lack arguments, and must exist with their options.
+
+    Raises `BadBlock` with the place.
+    """
+    fenced = False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if _FENCE.match(line):
+            fenced = not fenced
+        for span in [] if fenced else _SPAN.findall(line):
+            wrong = _wrong_mention(shlex.split(span)[1:])
+            if wrong is not None:
+                raise Block(path, number, "text", (), "").fault(f"`{span}`: {wrong}")
+
+
+def _wrong_mention(words: list[str]) -> str | None:
+    command: Any = typer.main.get_command(app)
+    while words and hasattr(command, "commands"):
+        if words[0] not in command.commands:
+            return f"no command '{words[0]}'"
+        command, words = command.commands[words[0]], words[1:]
+    known = {option for parameter in getattr(command, "params", []) for option in parameter.opts}
+    return next((f"no option '{word}'" for word in words if word.startswith("-") and word not in known), None)
+
+
 # ---------------------------------------------------------------------- yaml
 
 

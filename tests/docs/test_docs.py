@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from doc_blocks import ROOT, BadBlock, Block, blocks_of, documents, parse, wrong_command
+from doc_blocks import ROOT, BadBlock, Block, blocks_of, check_inline, documents, parse, wrong_command
 
 FAST_DEADLINE_S = 120.0
 SLOW_DEADLINE_S = 900.0
@@ -60,6 +60,7 @@ def test_every_block_has_a_language_and_parses(path: Path) -> None:
     """behaviour: B43"""
     for block in blocks_of(path):
         parse(block)
+    check_inline(path)
 
 
 def running(slow: bool) -> list[Path]:
@@ -150,6 +151,17 @@ def test_a_whole_run_file_in_a_page_goes_through_the_check(written: Path) -> Non
     written.write_text(f"```yaml\n{text}```\n")
     with pytest.raises(BadBlock, match=r"no\.jsonl"):
         parse(*blocks_of(written))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("use `relax stopp RUN`", "no command 'stopp'"), ("`relax export RUN --too DIR`", "no option '--too'")],
+)
+def test_a_wrong_command_in_the_text_is_named(text: str, words: str, written: Path) -> None:
+    """behaviour: B43"""
+    written.write_text(f"```text\nrelax anything\n```\n{text}\n")
+    with pytest.raises(BadBlock, match=f"page.md:4: .*{words}"):
+        check_inline(written)
 
 
 def test_help_is_a_command_line_too() -> None:

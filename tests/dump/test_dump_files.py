@@ -104,6 +104,11 @@ def test_dump_of_a_run_file_asks_for_steps() -> None:
     assert refused.exit_code == 2 and "--steps 1-3" in refused.output
 
 
+def test_steps_that_the_run_does_not_have_are_refused_before_it_starts() -> None:
+    refused = relax("dump", Path(__file__).parents[2] / "deploy" / "tiny_cpu.yaml", "--steps", "900-")
+    assert refused.exit_code == 2 and "the run has 240 steps, none would be recorded" in refused.output, refused.output
+
+
 def test_replay_prints_verdicts_and_its_exit_code_tells(folder: Path) -> None:
     same = relax("replay", folder, "--tolerance", "1e-6")
     assert same.exit_code == 0 and "DIFFERS" not in same.output, same.output
