@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 from dump_maker import GROUPS, MEMBERS, change_file, changed, make_dumps
+from safetensors.numpy import load_file, save_file
 
 from relax.config.file import ConfigError
 from relax.dump.compare import Compared
-from relax.dump.files import read_dump
+from relax.dump.files import read_dump, write_dump
 from relax.dump.record import DumpError
 from relax.dump.replay import compare_replay, replay
 
@@ -90,6 +91,19 @@ def test_a_reward_changed_in_the_file_is_named_with_its_row(tmp_path: Path) -> N
     place = wrong[0].first
     assert place is not None and place.row_id == row_id and wrong[0].differing == 1
     assert place.gap == pytest.approx(0.25)
+
+
+def test_one_changed_weight_is_seen_in_the_weights_and_in_all_that_follows(tmp_path: Path) -> None:
+    made = make_dumps(tmp_path, {"name": "grpo"})
+    dump, path = read_dump(made.folder()), made.folder() / "state" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][0] += 0.5
+    save_file(tensors, path)
+    write_dump(dump, made.folder())  # with the digest of the changed file
+    found = compare_replay(dump, replay(dump, made.folder(), base=tmp_path), 1e-6)
+    wrong = [field.field for field in found if not field.equal]
+    assert wrong[0] == "weights_before" and {"trainer_logprobs", "grad_norm"} <= set(wrong)
+    assert by_name(found)["advantages"].equal
 
 
 def test_recorded_rewards_are_taken_where_the_function_is_not_called(tmp_path: Path) -> None:
