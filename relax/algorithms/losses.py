@@ -71,7 +71,7 @@ class PolicyLoss:
             token_loss = token_loss - config.entropy_coef * entropy
 
         weights, normaliser = token_weights(mask, config)
-        loss_sum = (token_loss * weights).sum()
+        terms = token_loss * weights
         with torch.no_grad():
             gap = torch.where(mask, current - batch.rollout_logprobs, 0.0)
             stats = _stats(batch, config, log_ratio.detach().exp(), corrected, gap, entropy, kl)
@@ -81,7 +81,7 @@ class PolicyLoss:
             if distance is not None:
                 stats["teacher_topk_kl"] = (float(distance[mask].sum()), float(mask.sum()))
             stats["policy_loss"] = (float((policy_loss * weights).sum()), normaliser)
-        return LossOutput(loss_sum, normaliser, stats)
+        return LossOutput(terms.sum(), normaliser, stats, terms.detach())
 
 
 def _teacher_kl(config: AlgorithmConfig, batch: TrainBatch) -> Tensor | None:

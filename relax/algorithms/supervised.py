@@ -30,7 +30,8 @@ class SupervisedLoss:
             "nll": (-float(logprobs.detach()[batch.loss_mask].sum()), n_tokens),
             "entropy": (float(entropy.detach()[batch.loss_mask].sum()), n_tokens),
         }
-        return LossOutput(-(logprobs * weights).sum(), normaliser, stats)
+        terms = -(logprobs * weights)
+        return LossOutput(terms.sum(), normaliser, stats, terms.detach())
 
 
 @dataclass(frozen=True, slots=True)

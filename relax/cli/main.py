@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from relax.cli.debugging import add_debugging
+from relax.cli.options import FileArgument, RunDirArgument, SetOption
 from relax.config.file import load_run_file
 from relax.types import RelaxError
 
@@ -25,12 +25,6 @@ models_app = typer.Typer(no_args_is_help=True, help="Get small models from packa
 app.add_typer(models_app, name="models")
 recipe_app = typer.Typer(no_args_is_help=True, help="Write recipes: folders with a task of your own.")
 app.add_typer(recipe_app, name="recipe")
-
-FileArgument = Annotated[Path, typer.Argument(help="Serve YAML of the run", show_default=False)]
-SetOption = Annotated[
-    list[str], typer.Option("--set", help="Override, e.g. run.steps=50 or actor.optim.lr=0", show_default=False)
-]
-RunDirArgument = Annotated[Path, typer.Argument(help="Run folder", show_default=False)]
 
 
 @app.command()
@@ -46,28 +40,9 @@ def run(
 
     Exit code 0: finished and every `controller.expect` holds; 1: not so; 2: the file is wrong; 130: Ctrl-C.
     """
-    from relax.cli.check import check as check_file
-    from relax.cli.run import deploy_and_watch, fail, prepare_run_dir, report_outcome
+    from relax.cli.run import run_file
 
-    console = Console()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as cleanly as Ctrl-C
-    try:
-        loaded = load_run_file(file, overrides)
-        run_dir = Path(os.environ.get("RELAX_HOME", os.getcwd())) / Path(loaded.run.run_dir).expanduser()
-        report = check_file(loaded, check_port=address is not None, run_dir=run_dir)
-        for warning in report.warnings:
-            console.print(f"warning: {warning}", style="yellow", markup=False)
-        prepare_run_dir(run_dir, overwrite=overwrite)
-        outcome = deploy_and_watch(
-            loaded, run_dir, dashboard_url=address, token=os.environ.get("RAY_AUTH_TOKEN"), console=console
-        )
-    except RelaxError as error:
-        raise typer.Exit(fail(console, error)) from None
-    except KeyboardInterrupt:
-        console.print("interrupted: everything was stopped", style="yellow")
-        raise typer.Exit(130) from None
-    report_outcome(outcome, run_dir, console)
-    raise typer.Exit(outcome.exit_code)
+    raise typer.Exit(run_file(file, overrides, overwrite=overwrite, address=address))
 
 
 @app.command()
@@ -242,6 +217,9 @@ def models_get(
         print(fetch_smollm2(to))
     except RelaxError as error:
         raise typer.Exit(fail(Console(), error)) from None
+
+
+add_debugging(app)
 
 
 def main() -> None:

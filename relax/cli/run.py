@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from rich.live import Live
 
 from relax.cli.cluster import ClusterError, Dashboard, PrivateRay, free_ports
 from relax.cli.live import one_line, view
-from relax.config.file import ConfigError, RunFile
+from relax.config.file import ConfigError, RunFile, load_run_file
 from relax.telemetry.run_folder import RunFolder
+from relax.types import RelaxError
 
 FINAL = ("finished", "failed", "stopped")
 POLL_S = 1.0
@@ -68,6 +70,31 @@ class ControlClient:
             httpx.post(f"{self.url}/api/v1/stop", timeout=deadline_s, trust_env=False).raise_for_status()
         except httpx.HTTPError as error:
             raise ClusterError(f"POST {self.url}/api/v1/stop: {error or type(error).__name__}") from error
+
+
+def run_file(path: Path, overrides: Sequence[str], *, overwrite: bool, address: str | None) -> int:
+    """Check and run a file, print what comes of it, and return the exit code of `relax run`."""
+    from relax.cli.check import check
+
+    console = Console()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as cleanly as Ctrl-C
+    try:
+        file = load_run_file(path, overrides)
+        run_dir = Path(os.environ.get("RELAX_HOME", os.getcwd())) / Path(file.run.run_dir).expanduser()
+        report = check(file, check_port=address is not None, run_dir=run_dir)
+        for warning in report.warnings:
+            console.print(f"warning: {warning}", style="yellow", markup=False)
+        prepare_run_dir(run_dir, overwrite=overwrite)
+        outcome = deploy_and_watch(
+            file, run_dir, dashboard_url=address, token=os.environ.get("RAY_AUTH_TOKEN"), console=console
+        )
+    except RelaxError as error:
+        return fail(console, error)
+    except KeyboardInterrupt:
+        console.print("interrupted: everything was stopped", style="yellow")
+        return 130
+    report_outcome(outcome, run_dir, console)
+    return outcome.exit_code
 
 
 def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:

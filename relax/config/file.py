@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from relax.config.base import StrictModel
+from relax.config.dump import step_ranges
 from relax.config.roles import (
     FILE_KINDS,
     ActorConfig,
@@ -377,6 +378,8 @@ def cross_problems(file: RunFile) -> list[str]:
         problems.append("reward.overlong.buffer_tokens is larger than run.max_response_tokens")
     if actor.warm_start.steps and actor.warm_start.data is not None and actor.warm_start.data.epochs is not None:
         problems.append("actor.warm_start.data.epochs is not used: the warm start takes what its steps need")
+    if actor.dump.steps and all(first > run.steps for first, _, _ in step_ranges(actor.dump.steps)):
+        problems.append(f"actor.dump.steps {actor.dump.steps}: the run has {run.steps} steps, none would be recorded")
     worst = worst_group_bytes(run) * rollout.max_segments
     if worst > run.bus.max_bytes:
         problems.append(f"run.bus.max_bytes {run.bus.max_bytes} is less than one group at worst ({worst} bytes)")

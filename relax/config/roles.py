@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from relax.config.algorithm import AlgorithmConfig
 from relax.config.base import StrictModel
+from relax.config.dump import DumpConfig
 from relax.types import SamplingParams
 
 
@@ -385,6 +386,8 @@ class ActorConfig(StrictModel):
     """Write the trained model as a Hugging Face folder `export` in the run folder at the end."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0: only the last step."""
+    dump: DumpConfig = DumpConfig()
+    """Steps that are recorded."""
 
 
 class DcsConfig(StrictModel):

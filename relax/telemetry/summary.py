@@ -25,7 +25,7 @@ class FinalFacts:
     """What the steps' records do not say.
 
     `produced` to `queued` count samples on one snapshot. `logprob_gap_mean`: the largest mean over the
-    probe of any adoption. `checkpoint_error`: of the last checkpoint that failed. `eval_before`, `eval_after`:
+    probe of any adoption. `checkpoint_error`, `dump_error`: of the last one that failed. `eval_before`, `eval_after`:
     accuracy of each held-out prompt in the same order, None without evaluation. `role_time`: role ->
     seconds by kind (work_s, wait_data_s, wait_weights_s, idle_s).
     """
@@ -44,6 +44,8 @@ class FinalFacts:
     logprob_gap_mean: float = 0.0
     checkpoints_failed: int = 0
     checkpoint_error: str | None = None
+    dumps_failed: int = 0
+    dump_error: str | None = None
     eval_before: Sequence[float] | None = None
     eval_after: Sequence[float] | None = None
     eval_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -78,6 +80,8 @@ def build_summary(records: Sequence[Mapping[str, float]], facts: FinalFacts, *, 
         "logprob_gap_mean": facts.logprob_gap_mean,
         "checkpoints_failed": facts.checkpoints_failed,
         "checkpoint_error": facts.checkpoint_error,
+        "dumps_failed": facts.dumps_failed,
+        "dump_error": facts.dump_error,
         "lag_histogram": {str(lag): facts.lag_histogram[lag] for lag in sorted(facts.lag_histogram)},
         "overhead_ms_per_step": overhead_ms_per_step(records, facts.max_staleness),
         "metrics_last": _metrics_last(records),
@@ -145,6 +149,8 @@ def check_expectations(summary: Mapping[str, Json], expect: ExpectConfig) -> lis
         problems.append("an engine's weight digest differs from the trainer's, or no engine reported one")
     if summary["checkpoints_failed"] != 0:
         problems.append(f"checkpoints not saved: {summary['checkpoints_failed']}; {summary['checkpoint_error']}")
+    if summary["dumps_failed"] != 0:
+        problems.append(f"dumps not written: {summary['dumps_failed']}; {summary['dump_error']}")
     for key, bound, at_least in (
         ("reward_first", expect.reward_first_max, False),
         ("reward_last", expect.reward_last_min, True),

@@ -76,11 +76,13 @@ class TrainBatch:
 class LossOutput:
     """loss_sum: scalar with gradient, un-normalised; normaliser: this batch's share of the divisor
     (tokens, sequences, ...); stats: name -> (sum, count), reduced over the step as sum/count; names
-    ending in `_max` or `_min` carry (value, 1) and reduce by max or min."""
+    ending in `_max` or `_min` carry (value, 1) and reduce by max or min. terms: float32 [R, T] without gradient,
+    what `loss_sum` is the sum of, where it is one over tokens; a dump records them."""
 
     loss_sum: Tensor
     normaliser: float
     stats: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    terms: Tensor | None = None
 
 
 LossFn = Callable[["TrainBatch", "Tensor", "Tensor"], LossOutput]

@@ -13,9 +13,11 @@ from relax.config.file import ActorArgs
 from relax.data.models import ensure_model
 from relax.data.source import build_source
 from relax.data.tokenizer import Tokenizer
+from relax.dump.recorder import RecordingBackend, RecordingCritic
 from relax.training.build import build_backend, build_critic
 from relax.training.warm_start import Example, warm_started_model
 from services import names
+from services.actor.dumping import StepDumper
 from services.actor.loop import TrainingLoop
 from services.actor.probe import probe_tokens
 from services.runtime import RoleReporter, call_when_up, limit_threads, run_folder_path
@@ -55,10 +57,13 @@ class Actor:
         critic = await asyncio.to_thread(
             build_critic, args.actor, start, updates, trust_remote_code=args.run.model.trust_remote_code
         )
+        recorded = RecordingBackend(backend)
+        recorded_critic = None if critic is None else RecordingCritic(critic)
         self.training = TrainingLoop(
             args,
-            backend,
-            critic,
+            recorded,
+            recorded_critic,
+            StepDumper(args, run_dir, recorded, recorded_critic, tokenizer, self.reporter),
             self.bus,
             self.reporter,
             asyncio.get_running_loop(),

@@ -27,7 +27,8 @@ from bus.records import Closed, Empty, Lease, LeaseRequest
 from relax.config.file import ActorArgs
 from relax.control.admission import hold_below
 from relax.control.judge import constant_reward_warning
-from relax.training.base import Critic, NonFiniteUpdate, TrainingBackend
+from relax.dump.recorder import RecordingBackend, RecordingCritic
+from relax.training.base import NonFiniteUpdate
 from relax.training.batching import TrainRow
 from relax.training.own_trainer import build_step
 from relax.training.step import StepOutcome
@@ -35,6 +36,7 @@ from relax.types import PolicyVersion, Purpose, RelaxError
 from relax.weights.store import WeightStore
 from services import names
 from services.actor.batch import StepSamples, actor_fields, train_rows
+from services.actor.dumping import StepDumper
 from services.consume import COMMIT_ATTEMPTS, LONG_POLL_S, commit_step
 from services.dcs.api import PublishedVersion, PublishTicket
 from services.runtime import RoleReporter, call
@@ -58,8 +60,9 @@ class TrainingLoop:
     def __init__(
         self,
         args: ActorArgs,
-        backend: TrainingBackend,
-        critic: Critic | None,
+        backend: RecordingBackend,
+        critic: RecordingCritic | None,
+        dumper: StepDumper,
         bus: BusClient,
         reporter: RoleReporter,
         loop: asyncio.AbstractEventLoop,
@@ -69,7 +72,7 @@ class TrainingLoop:
         self.trainer = build_step(args.run, args.actor, backend, critic, Path.cwd())
         self.critic = critic
         self.args, self.backend, self.bus, self.reporter, self.loop = args, backend, bus, reporter, loop
-        self.export_folder = export_folder
+        self.dumper, self.export_folder = dumper, export_folder
         self.step = 0
         self.version = PolicyVersion(0)
         self.skipped_in_a_row = 0
@@ -130,9 +133,10 @@ class TrainingLoop:
         """One committed step. False when the data has ended and nothing is left to train."""
         begin = time.monotonic()
         samples, leases = StepSamples(), list[Lease]()
+        fields = (*self._fields, *self.dumper.begin(self.step + 1))
 
         def supply(groups: int) -> Iterator[list[TrainRow]]:
-            return self._supply(groups, samples, leases)
+            return self._supply(groups, fields, samples, leases)
 
         try:
             outcome = self.trainer.train(supply, self.step, self.version)
@@ -162,35 +166,39 @@ class TrainingLoop:
         )
         self.lags.update(samples.lags)
         self._send_record(samples, outcome, time.monotonic() - begin, publish_s)
+        self.dumper.finish(outcome, PolicyVersion(version - 1))
         due = self.args.actor.checkpoint_every and self.step % self.args.actor.checkpoint_every == 0
         if (due or committed.retained_over_budget) and self.step < self.args.run.steps:
             self._checkpoint()
         return True
 
-    def _supply(self, groups: int, samples: StepSamples, leases: list[Lease]) -> Iterator[list[TrainRow]]:
+    def _supply(
+        self, groups: int, fields: tuple[str, ...], samples: StepSamples, leases: list[Lease]
+    ) -> Iterator[list[TrainRow]]:
         """The rows of `groups` groups as they become ready. Ends early only when the data has ended."""
         run, actor = self.args.run, self.args.actor
         per_lease = actor.groups_per_lease or max(1, run.groups_per_step // 4)
         taken = sum(len(lease.groups) for lease in leases)
         remaining = groups
         while remaining > 0:
-            lease = self._lease(run.groups_per_step - taken, min(per_lease, remaining))
+            lease = self._lease(fields, run.groups_per_step - taken, min(per_lease, remaining))
             if lease is None:
                 return
             leases.append(lease)
             taken += len(lease.groups)
             remaining -= len(lease.groups)
             samples.add(lease, int(self.version))
+            self.dumper.add(lease)
             begin = time.monotonic()
             yield train_rows(lease, actor.algorithm)  # the step computes between two of these
             self.reporter.time_split.add("work_s", time.monotonic() - begin)
             self.reporter.count("rows", len(lease.rows))
 
-    def _lease(self, slots_left: int, max_groups: int) -> Lease | None:
+    def _lease(self, fields: tuple[str, ...], slots_left: int, max_groups: int) -> Lease | None:
         run = self.args.run
         request = LeaseRequest(
             task="actor",
-            fields=self._fields,
+            fields=fields,
             max_items=max_groups,
             purposes=(Purpose.TRAIN,),
             version=self.version,

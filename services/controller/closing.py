@@ -29,12 +29,15 @@ def final_facts(book: RunBook, stats: BusStats | None, wall_s: float) -> FinalFa
     account = stats.account if stats is not None else None
     lags: Counter[int] = Counter()
     checkpoints_failed, checkpoint_error = 0, None
+    dumps_failed, dump_error = 0, None
     for replica in book.replicas.values():
         if replica.beat.role == names.ACTOR:
             histogram = replica.beat.facts.get("lag_histogram", {})
             lags.update({int(lag): int(count) for lag, count in histogram.items()})
             checkpoints_failed += int(replica.beat.counters.get("checkpoints_failed", 0))
             checkpoint_error = replica.beat.facts.get("checkpoint_error", checkpoint_error)
+            dumps_failed += int(replica.beat.counters.get("dumps_failed", 0))
+            dump_error = replica.beat.facts.get("dump_error", dump_error)
     before, after = book.evals.get("before"), book.evals.get("after")
     return FinalFacts(
         wall_s=wall_s,
@@ -49,6 +52,8 @@ def final_facts(book: RunBook, stats: BusStats | None, wall_s: float) -> FinalFa
         restarts_unasked=book.restarts(),
         checkpoints_failed=checkpoints_failed,
         checkpoint_error=checkpoint_error,
+        dumps_failed=dumps_failed,
+        dump_error=dump_error,
         lag_histogram=dict(sorted(lags.items())),
         max_staleness=book.args.run.max_staleness,
         eval_before=before.accuracy if before else None,

@@ -5,9 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from e2e_support import ROOT, Runner
+from e2e_support import ROOT, Finished, Runner
+
+from relax.dump.files import find_dumps, read_dump
+from relax.dump.replay import compare_replay, replay
 
 pytestmark = [pytest.mark.ray]
+
+
+def replays_as_recorded(done: Finished, step: int) -> None:
+    folder = find_dumps(done.folder)[step]
+    dump = read_dump(folder)
+    line = done.lines("metrics.jsonl")[step - 1]
+    assert (dump.result["loss"], dump.result["grad_norm"]) == (line["loss"], line["grad_norm"])
+    compared = compare_replay(dump, replay(dump, folder, base=ROOT), 1e-6)
+    assert [field for field in compared if not field.equal] == []
 
 
 @pytest.mark.slow
@@ -22,12 +34,13 @@ def test_supervised_training_reads_the_answers_that_the_data_holds(run: Runner) 
 
 
 def test_preferences_are_learnt_from_pairs(run: Runner) -> None:
-    done = run("run.steps=40", deploy=ROOT / "deploy" / "tiny_dpo_cpu.yaml")
+    done = run("run.steps=40", "actor.dump.steps=40", deploy=ROOT / "deploy" / "tiny_dpo_cpu.yaml")
     assert done.outcome.state == "finished", done.outcome.reason
     assert done.outcome.violations == []
     metrics = done.lines("metrics.jsonl")
     assert metrics[0]["loss"] == pytest.approx(0.6931, abs=1e-3), "at the reference the margin is 0"
     assert done.summary["metrics_last"]["preference_margin"] > 0.1
+    replays_as_recorded(done, 40)
 
 
 @pytest.mark.slow
@@ -37,13 +50,16 @@ def test_ppo_with_a_critic_learns_off_policy(run: Runner) -> None:
         "{name: ppo, mini_batches: 2, behaviour: trainer, entropy_coef: 0.03, gae: {lam: 1.0},"
         " correction: {weight: token, cap: 2.0}, kl: {coef: 0.001}}"
     )
-    done = run("run.steps=60", f"actor.algorithm={algorithm}", "actor.critic={optim: {lr: 0.003}}")
+    done = run(
+        "run.steps=60", f"actor.algorithm={algorithm}", "actor.critic={optim: {lr: 0.003}}", "actor.dump.steps=30"
+    )
     assert done.outcome.state == "finished", done.outcome.reason
     metrics = done.lines("metrics.jsonl")
     assert all(line["updates"] == 2 for line in metrics)
     assert done.summary["reward_first"] < 0.3 and done.summary["reward_last"] > 0.6
     assert done.summary["metrics_last"]["value_error"] < metrics[0]["value_error"]
     assert "1" in done.summary["lag_histogram"], "off-policy"
+    replays_as_recorded(done, 30)
 
 
 @pytest.mark.slow

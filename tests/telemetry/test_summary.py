@@ -131,6 +131,7 @@ def test_a_good_run_breaks_nothing() -> None:
         ({"digest_ok": False}, "digest"),
         ({"steps": 0}, "no step was trained"),
         ({"checkpoints_failed": 2, "checkpoint_error": "disk full"}, "checkpoints not saved: 2; disk full"),
+        ({"dumps_failed": 1, "dump_error": "disk full"}, "dumps not written: 1; disk full"),
     ],
 )
 def test_account_restarts_digests_and_steps_are_always_checked(changes: dict[str, Any], said: str) -> None:
