@@ -27,6 +27,7 @@ from bus.records import Closed, Empty, Lease, LeaseRequest
 from relax.config.file import ActorArgs
 from relax.control.admission import hold_below
 from relax.control.judge import constant_reward_warning
+from relax.telemetry.time_split import WAIT_DATA, WORK
 from relax.training.base import Critic, NonFiniteUpdate, TrainingBackend
 from relax.training.batching import TrainRow
 from relax.training.own_trainer import build_step
@@ -35,6 +36,7 @@ from relax.types import PolicyVersion, Purpose, RelaxError
 from relax.weights.store import WeightStore
 from services import names
 from services.actor.batch import StepSamples, actor_fields, train_rows
+from services.actor.trace import StepTrace
 from services.consume import COMMIT_ATTEMPTS, LONG_POLL_S, commit_step
 from services.dcs.api import PublishedVersion, PublishTicket
 from services.runtime import RoleReporter, call
@@ -91,20 +93,24 @@ class TrainingLoop:
     def run(self) -> None:
         torch.set_num_threads(self.args.run.threads)
         run = self.args.run
-        self._start()
+        with self.reporter.time_split.book(WORK):
+            self._start()
         self.reporter.state = "running"
         try:
             while self.step < run.steps:
-                if not self._train_step():
+                with self.reporter.time_split.book(WORK):
+                    trained = self._train_step()
+                if not trained:
                     break
         except TrainingStopped:
             self.reporter.state = "stopped"
             return
         if self.step == 0:
             raise NothingTrained("the prompt source ended before one step was trained: nothing was learnt")
-        self._checkpoint()
-        if self.args.actor.export:
-            self.backend.export(self.export_folder)
+        with self.reporter.time_split.book(WORK):
+            self._checkpoint()
+            if self.args.actor.export:
+                self.backend.export(self.export_folder)
         self._finish_report()
         self.reporter.state, self.reporter.waiting_for = "done", ""
 
@@ -130,9 +136,10 @@ class TrainingLoop:
         """One committed step. False when the data has ended and nothing is left to train."""
         begin = time.monotonic()
         samples, leases = StepSamples(), list[Lease]()
+        trace = StepTrace(self.reporter.trace, self.step + 1)
 
         def supply(groups: int) -> Iterator[list[TrainRow]]:
-            return self._supply(groups, samples, leases)
+            return self._supply(groups, samples, leases, trace)
 
         try:
             outcome = self.trainer.train(supply, self.step, self.version)
@@ -145,10 +152,10 @@ class TrainingLoop:
         if outcome.skipped:
             self.reporter.count("updates_skipped", outcome.skipped)
         version = PolicyVersion(self.version + 1)
-        with self.reporter.time_split.book("work_s"):
-            publish_begin = time.monotonic()
-            self._publish(version)
-            publish_s = time.monotonic() - publish_begin
+        trace.trained()
+        publish_begin = time.monotonic()
+        self._publish(version)
+        publish_s = time.monotonic() - publish_begin
         self.step, self.version = self.step + 1, version
         committed = self.wait(
             commit_step(
@@ -160,6 +167,7 @@ class TrainingLoop:
             ),
             COMMIT_ATTEMPTS * self.args.run.bus.rpc_timeout_s + 5.0,
         )
+        trace.published(int(version))
         self.lags.update(samples.lags)
         self._send_record(samples, outcome, time.monotonic() - begin, publish_s)
         due = self.args.actor.checkpoint_every and self.step % self.args.actor.checkpoint_every == 0
@@ -167,7 +175,9 @@ class TrainingLoop:
             self._checkpoint()
         return True
 
-    def _supply(self, groups: int, samples: StepSamples, leases: list[Lease]) -> Iterator[list[TrainRow]]:
+    def _supply(
+        self, groups: int, samples: StepSamples, leases: list[Lease], trace: StepTrace
+    ) -> Iterator[list[TrainRow]]:
         """The rows of `groups` groups as they become ready. Ends early only when the data has ended."""
         run, actor = self.args.run, self.args.actor
         per_lease = actor.groups_per_lease or max(1, run.groups_per_step // 4)
@@ -178,12 +188,11 @@ class TrainingLoop:
             if lease is None:
                 return
             leases.append(lease)
+            trace.begin(lease)
             taken += len(lease.groups)
             remaining -= len(lease.groups)
             samples.add(lease, int(self.version))
-            begin = time.monotonic()
             yield train_rows(lease, actor.algorithm)  # the step computes between two of these
-            self.reporter.time_split.add("work_s", time.monotonic() - begin)
             self.reporter.count("rows", len(lease.rows))
 
     def _lease(self, slots_left: int, max_groups: int) -> Lease | None:
@@ -200,7 +209,7 @@ class TrainingLoop:
             hold_below=hold_below(self.version, run.max_staleness, run.overdue_policy),
         )
         self.reporter.waiting_for = f"{slots_left} complete groups"
-        with self.reporter.time_split.book("wait_data_s"):
+        with self.reporter.time_split.book(WAIT_DATA):
             while True:
                 if self.reporter.stopped.is_set():
                     raise TrainingStopped
@@ -244,7 +253,7 @@ class TrainingLoop:
 
     def _checkpoint(self) -> None:
         """A failed save is counted and told; the run goes on from the last good state (B47)."""
-        folder = None
+        folder, begin_s = None, time.time()
         try:
             folder = self.wait(call(names.DCS, "begin_checkpoint", self.step))
             self.backend.save(Path(folder))
@@ -253,6 +262,7 @@ class TrainingLoop:
                 self.critic.save(Path(folder) / CRITIC)
             meta = {"version": int(self.version), "lags": {str(lag): n for lag, n in self.lags.items()}}
             self.wait(call(names.DCS, "commit_checkpoint", self.step, folder, meta), deadline_s=300.0)
+            self.reporter.trace.add("checkpoint", begin_s, time.time(), step=self.step)
             self.wait(self.bus.gc(self.step))  # trained rows are kept until the checkpoint that covers them
         except (RelaxError, OSError) as error:
             self.reporter.count("checkpoints_failed")
