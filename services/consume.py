@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from bus.client import BusClient
 from bus.errors import BusError, BusTimeout
 from bus.records import AckResult, Closed, Empty, Lease, LeaseRequest
+from relax.telemetry.time_split import WAIT_DATA, WORK
 from relax.types import PolicyVersion
 from services.runtime import RoleReporter
 
@@ -58,7 +59,7 @@ async def consume(
     """Until the bus closes the task or the run stops. An exception in `handle` releases the lease and passes on."""
     while not reporter.stopped.is_set():
         reporter.waiting_for = f"rows ready for {request.task}"
-        with reporter.time_split.book("wait_data_s"):
+        with reporter.time_split.book(WAIT_DATA):
             lease = await bus.lease(request, wait_s=LONG_POLL_S, keep=True)
         if isinstance(lease, Closed):
             return
@@ -66,6 +67,6 @@ async def consume(
             continue
         reporter.waiting_for = ""
         async with holding(bus, lease):
-            with reporter.time_split.book("work_s"):
+            with reporter.time_split.book(WORK):
                 await handle(lease)
         reporter.count("rows", len(lease.rows))

@@ -1,14 +1,13 @@
-"""What every role needs inside its replica: paths, calls with deadlines, heartbeats, its time split."""
+"""What every role needs inside its replica: paths, calls with deadlines, heartbeats, its time split and spans."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +18,9 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from relax.config.run import RunConfig
+from relax.telemetry.run_folder import RunFolder, RunFolderError
+from relax.telemetry.time_split import TimeSplit
+from relax.telemetry.trace import Tracer
 from relax.types import RelaxError
 from services import names
 from services.controller.api import Directive, Heartbeat, RunInfo
@@ -104,31 +106,6 @@ async def call_when_up(app: str, method: str, *args: Any, deadline_s: float = ST
             await asyncio.sleep(0.2)
 
 
-class TimeSplit:
-    """Where a role's time goes. Seconds since the start, by kind; what is not booked is idle."""
-
-    KINDS = ("work_s", "wait_data_s", "wait_weights_s")
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._booked = dict.fromkeys(self.KINDS, 0.0)
-
-    @contextlib.contextmanager
-    def book(self, kind: str) -> Iterator[None]:
-        begin = time.monotonic()
-        try:
-            yield
-        finally:
-            self._booked[kind] += time.monotonic() - begin
-
-    def add(self, kind: str, seconds: float) -> None:
-        self._booked[kind] += seconds
-
-    def snapshot(self) -> dict[str, float]:
-        total = time.monotonic() - self._started
-        return {**self._booked, "idle_s": max(0.0, total - sum(self._booked.values()))}
-
-
 class RoleReporter:
     """The replica's own account of itself, sent to the controller each interval.
 
@@ -137,7 +114,7 @@ class RoleReporter:
     paths see it.
     """
 
-    def __init__(self, role: str, instance: str):
+    def __init__(self, role: str, instance: str, run: RunConfig):
         self.role, self.instance, self.interval_s = role, instance, 1.0
         self.state = "starting"
         self.waiting_for = ""
@@ -155,6 +132,9 @@ class RoleReporter:
         self.replica_id = context.replica_id.unique_id
         self.owner = f"{instance}-{context.rank.rank if context.rank else 0}"
         """Who this replica is in the bus; its successor takes the name over and fences it."""
+        self._folder = RunFolder(run_folder_path(run))
+        first = not context.rank or context.rank.rank == 0
+        self.trace = Tracer(run.trace_share, role, instance if first else self.owner)
 
     def count(self, name: str, amount: float = 1.0) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
@@ -165,6 +145,7 @@ class RoleReporter:
         async def supervised() -> None:
             try:
                 await loop_function()
+                await self.write_trace()
             except asyncio.CancelledError:
                 raise
             except Exception as error:  # the one supervisor border of this process: recorded and reported
@@ -202,9 +183,9 @@ class RoleReporter:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def send(self) -> None:
+    def _beat_now(self) -> Heartbeat:
         self.refresh()
-        beat = Heartbeat(
+        return Heartbeat(
             role=self.role,
             instance=self.instance,
             replica_id=self.replica_id,
@@ -217,9 +198,25 @@ class RoleReporter:
             error=self.error,
             fatal=self.fatal,
         )
+
+    async def send(self) -> None:
+        beat = self._beat_now()
+        await self.write_trace()  # after the state was taken: who says that it is done has all its spans on disk
         self.directive = await call(names.CONTROLLER, "heartbeat", beat, deadline_s=CALL_DEADLINE_S)
         if self.directive.stop:
             self.stopped.set()
+
+    async def write_trace(self) -> None:
+        """What the disk refuses is dropped and counted: a run does not fail for its trace."""
+        if not self.trace.pending:
+            return
+        try:
+            await asyncio.to_thread(self.trace.write, self._folder)
+        except RunFolderError as error:
+            self.facts["trace_error"] = str(error)
+            logger.error("%s: spans dropped: %s", self.instance, error)
+        if self.trace.dropped:
+            self.counters["spans_dropped"] = float(self.trace.dropped)
 
     async def _beat(self) -> None:
         while True:

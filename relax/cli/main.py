@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from relax.cli import browse
 from relax.cli.debugging import add_debugging
 from relax.cli.options import FileArgument, RunDirArgument, SetOption
 from relax.config.file import load_run_file
@@ -167,6 +168,11 @@ def simulate(
         raise typer.Exit(fail(Console(), error)) from None
     report = report_of(modes, profile.published_s)
     print(json.dumps(report) if as_json else as_table(report))
+
+
+app.command()(browse.trace)
+app.command()(browse.samples)
+app.command()(browse.plot)
 
 
 @recipe_app.command("new")

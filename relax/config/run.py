@@ -119,6 +119,9 @@ class RunConfig(StrictModel):
     """Torch threads of each process. More than one per core slows every process down."""
     simulation: SimulationConfig | None = None
     """Time model of a cluster for `relax simulate`; no part of it is read by a real run."""
+    trace_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Share of the prompt groups whose samples `relax trace` shows on their way through the roles; 0 is off. A traced
+    sample costs its engine's process about 16 us."""
     faults: tuple[Fault, ...] = ()
     """Faults to inject, for tests of the safeguards. Empty in any real run."""
 

@@ -91,6 +91,15 @@ class RunFolder:
         """One line for each held-out evaluation."""
         self._append(self.path / "evals.jsonl", [record])
 
+    def append_lines(self, name: str, records: Iterable[Any]) -> None:
+        """Lines of another .jsonl file, which may lie in a folder of its own."""
+        path = self.path / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _failed("create", path.parent, error) from error
+        self._append(path, records)
+
     def write_summary(self, summary: Mapping[str, Json]) -> None:
         self.write_text(self.summary_path, json.dumps(summary, indent=2) + "\n")
 
@@ -118,11 +127,11 @@ class RunFolder:
 
     def read_metrics(self) -> list[dict[str, float]]:
         """All steps; none where nothing was written."""
-        return list(self._lines(self.metrics_path))
+        return list(read_lines(self.metrics_path))
 
     def read_samples(self, first: int | None = None, last: int = 0) -> list[dict[str, Json]]:
         """All generations, or only the `first` and the `last` ones of a long file."""
-        lines = self._lines(self.samples_path)
+        lines = read_lines(self.samples_path)
         if first is None:
             return list(lines)
         head = list(islice(lines, first))
@@ -150,21 +159,6 @@ class RunFolder:
             except OSError as error:
                 raise _failed("append to", path, error) from error
 
-    def _lines(self, path: Path) -> Iterator[dict[str, Json]]:
-        if not path.exists():
-            return
-        try:
-            with open(path, encoding="utf-8") as file:
-                for number, line in enumerate(file, 1):
-                    if not line.endswith("\n"):
-                        return
-                    try:
-                        yield json.loads(line)
-                    except ValueError as error:
-                        raise RunFolderError(f"{path}, line {number} is no JSON: {error}") from error
-        except OSError as error:
-            raise error if isinstance(error, RunFolderError) else _failed("read", path, error) from error
-
     def _read_object(self, path: Path) -> dict[str, Json]:
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
@@ -175,6 +169,27 @@ class RunFolder:
         if not isinstance(value, dict):
             raise RunFolderError(f"{path} holds no JSON object")
         return value
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Json]]:
+    """The objects of a .jsonl file; none where it is missing. A last line that a crash tore is left out.
+
+    Raises:
+        RunFolderError: the file cannot be read, or another line is no JSON.
+    """
+    if not path.exists():
+        return
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith("\n"):
+                    return
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise RunFolderError(f"{path}, line {number} is no JSON: {error}") from error
+    except OSError as error:
+        raise error if isinstance(error, RunFolderError) else _failed("read", path, error) from error
 
 
 def _plain(record: Any) -> Json:

@@ -14,6 +14,7 @@ from relax.data.models import ensure_model
 from relax.data.source import build_source
 from relax.data.tokenizer import Tokenizer
 from relax.dump.recorder import RecordingBackend, RecordingCritic
+from relax.telemetry.time_split import WORK
 from relax.training.build import build_backend, build_critic
 from relax.training.warm_start import Example, warm_started_model
 from services import names
@@ -34,7 +35,7 @@ class Actor:
     async def __init__(self, args: ActorArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         limit_threads(args.run)
         self.args = args
-        self.reporter = RoleReporter(names.ACTOR, names.ACTOR)
+        self.reporter = RoleReporter(names.ACTOR, names.ACTOR, args.run)
         info = await self.reporter.join(args.actor.model_dump(mode="json"))
         self.bus = await BusClient.connect(
             info.bus, owner=self.reporter.owner, role=names.ACTOR, config=args.run.bus, deadline_s=60.0
@@ -43,20 +44,21 @@ class Actor:
         run_dir = run_folder_path(args.run)
         model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model)
-        start = await asyncio.to_thread(self._warm_start, model, run_dir / "warm_start", tokenizer)
-        updates = args.run.steps * args.actor.algorithm.updates_per_step
-        backend = await asyncio.to_thread(
-            build_backend,
-            args.actor,
-            start,
-            updates,
-            args.run.seed,
-            args.run.threads,
-            trust_remote_code=args.run.model.trust_remote_code,
-        )
-        critic = await asyncio.to_thread(
-            build_critic, args.actor, start, updates, trust_remote_code=args.run.model.trust_remote_code
-        )
+        with self.reporter.time_split.book(WORK):
+            start = await asyncio.to_thread(self._warm_start, model, run_dir / "warm_start", tokenizer)
+            updates = args.run.steps * args.actor.algorithm.updates_per_step
+            backend = await asyncio.to_thread(
+                build_backend,
+                args.actor,
+                start,
+                updates,
+                args.run.seed,
+                args.run.threads,
+                trust_remote_code=args.run.model.trust_remote_code,
+            )
+            critic = await asyncio.to_thread(
+                build_critic, args.actor, start, updates, trust_remote_code=args.run.model.trust_remote_code
+            )
         recorded = RecordingBackend(backend)
         recorded_critic = None if critic is None else RecordingCritic(critic)
         self.training = TrainingLoop(

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from relax.config.file import ActorArgs
 from relax.control.admission import hold_below
 from relax.control.judge import constant_reward_warning
 from relax.dump.recorder import RecordingBackend, RecordingCritic
+from relax.telemetry.time_split import WAIT_DATA, WORK
 from relax.training.base import NonFiniteUpdate
 from relax.training.batching import TrainRow
 from relax.training.own_trainer import build_step
@@ -37,6 +39,7 @@ from relax.weights.store import WeightStore
 from services import names
 from services.actor.batch import StepSamples, actor_fields, train_rows
 from services.actor.dumping import StepDumper
+from services.actor.trace import StepTrace
 from services.consume import COMMIT_ATTEMPTS, LONG_POLL_S, commit_step
 from services.dcs.api import PublishedVersion, PublishTicket
 from services.runtime import RoleReporter, call
@@ -54,6 +57,28 @@ class TrainingStopped(Exception):
 
 class NothingTrained(RelaxError):
     """The data ended before a single step (B14)."""
+
+
+@dataclass(slots=True)
+class OpenStep:
+    """A step that has not committed: what it holds, and those who record it. `fields`: of its rows."""
+
+    fields: tuple[str, ...]
+    trace: StepTrace
+    dumper: StepDumper
+    samples: StepSamples = field(default_factory=StepSamples)
+    leases: list[Lease] = field(default_factory=list)
+
+    @property
+    def groups(self) -> int:
+        return sum(len(lease.groups) for lease in self.leases)
+
+    def add(self, lease: Lease, version: PolicyVersion) -> None:
+        """`version`: of the policy that is being trained."""
+        self.leases.append(lease)
+        self.trace.begin(lease)
+        self.samples.add(lease, int(version))
+        self.dumper.add(lease)
 
 
 class TrainingLoop:
@@ -94,20 +119,24 @@ class TrainingLoop:
     def run(self) -> None:
         torch.set_num_threads(self.args.run.threads)
         run = self.args.run
-        self._start()
+        with self.reporter.time_split.book(WORK):
+            self._start()
         self.reporter.state = "running"
         try:
             while self.step < run.steps:
-                if not self._train_step():
+                with self.reporter.time_split.book(WORK):
+                    trained = self._train_step()
+                if not trained:
                     break
         except TrainingStopped:
             self.reporter.state = "stopped"
             return
         if self.step == 0:
             raise NothingTrained("the prompt source ended before one step was trained: nothing was learnt")
-        self._checkpoint()
-        if self.args.actor.export:
-            self.backend.export(self.export_folder)
+        with self.reporter.time_split.book(WORK):
+            self._checkpoint()
+            if self.args.actor.export:
+                self.backend.export(self.export_folder)
         self._finish_report()
         self.reporter.state, self.reporter.waiting_for = "done", ""
 
@@ -132,16 +161,16 @@ class TrainingLoop:
     def _train_step(self) -> bool:
         """One committed step. False when the data has ended and nothing is left to train."""
         begin = time.monotonic()
-        samples, leases = StepSamples(), list[Lease]()
         fields = (*self._fields, *self.dumper.begin(self.step + 1))
+        opened = OpenStep(fields, StepTrace(self.reporter.trace, self.step + 1), self.dumper)
 
         def supply(groups: int) -> Iterator[list[TrainRow]]:
-            return self._supply(groups, fields, samples, leases)
+            return self._supply(groups, opened)
 
         try:
             outcome = self.trainer.train(supply, self.step, self.version)
         except NonFiniteUpdate as error:
-            self._skip(leases, error)
+            self._skip(opened.leases, error)
             return True
         if outcome is None:
             return False
@@ -149,49 +178,42 @@ class TrainingLoop:
         if outcome.skipped:
             self.reporter.count("updates_skipped", outcome.skipped)
         version = PolicyVersion(self.version + 1)
-        with self.reporter.time_split.book("work_s"):
-            publish_begin = time.monotonic()
-            self._publish(version)
-            publish_s = time.monotonic() - publish_begin
+        opened.trace.trained()
+        publish_begin = time.monotonic()
+        self._publish(version)
+        publish_s = time.monotonic() - publish_begin
         self.step, self.version = self.step + 1, version
         committed = self.wait(
             commit_step(
                 self.bus,
-                [lease.lease_id for lease in leases],
+                [lease.lease_id for lease in opened.leases],
                 version=version,
                 step=self.step,
                 on_repeat=lambda: self.reporter.count("commits_repeated"),
             ),
             COMMIT_ATTEMPTS * self.args.run.bus.rpc_timeout_s + 5.0,
         )
-        self.lags.update(samples.lags)
-        self._send_record(samples, outcome, time.monotonic() - begin, publish_s)
+        opened.trace.published(int(version))
+        self.lags.update(opened.samples.lags)
+        self._send_record(opened.samples, outcome, time.monotonic() - begin, publish_s)
         self.dumper.finish(outcome, PolicyVersion(version - 1))
         due = self.args.actor.checkpoint_every and self.step % self.args.actor.checkpoint_every == 0
         if (due or committed.retained_over_budget) and self.step < self.args.run.steps:
             self._checkpoint()
         return True
 
-    def _supply(
-        self, groups: int, fields: tuple[str, ...], samples: StepSamples, leases: list[Lease]
-    ) -> Iterator[list[TrainRow]]:
+    def _supply(self, groups: int, opened: OpenStep) -> Iterator[list[TrainRow]]:
         """The rows of `groups` groups as they become ready. Ends early only when the data has ended."""
         run, actor = self.args.run, self.args.actor
         per_lease = actor.groups_per_lease or max(1, run.groups_per_step // 4)
-        taken = sum(len(lease.groups) for lease in leases)
         remaining = groups
         while remaining > 0:
-            lease = self._lease(fields, run.groups_per_step - taken, min(per_lease, remaining))
+            lease = self._lease(opened.fields, run.groups_per_step - opened.groups, min(per_lease, remaining))
             if lease is None:
                 return
-            leases.append(lease)
-            taken += len(lease.groups)
+            opened.add(lease, self.version)
             remaining -= len(lease.groups)
-            samples.add(lease, int(self.version))
-            self.dumper.add(lease)
-            begin = time.monotonic()
             yield train_rows(lease, actor.algorithm)  # the step computes between two of these
-            self.reporter.time_split.add("work_s", time.monotonic() - begin)
             self.reporter.count("rows", len(lease.rows))
 
     def _lease(self, fields: tuple[str, ...], slots_left: int, max_groups: int) -> Lease | None:
@@ -208,7 +230,7 @@ class TrainingLoop:
             hold_below=hold_below(self.version, run.max_staleness, run.overdue_policy),
         )
         self.reporter.waiting_for = f"{slots_left} complete groups"
-        with self.reporter.time_split.book("wait_data_s"):
+        with self.reporter.time_split.book(WAIT_DATA):
             while True:
                 if self.reporter.stopped.is_set():
                     raise TrainingStopped
@@ -252,7 +274,7 @@ class TrainingLoop:
 
     def _checkpoint(self) -> None:
         """A failed save is counted and told; the run goes on from the last good state (B47)."""
-        folder = None
+        folder, begin_s = None, time.time()
         try:
             folder = self.wait(call(names.DCS, "begin_checkpoint", self.step))
             self.backend.save(Path(folder))
@@ -261,6 +283,7 @@ class TrainingLoop:
                 self.critic.save(Path(folder) / CRITIC)
             meta = {"version": int(self.version), "lags": {str(lag): n for lag, n in self.lags.items()}}
             self.wait(call(names.DCS, "commit_checkpoint", self.step, folder, meta), deadline_s=300.0)
+            self.reporter.trace.add("checkpoint", begin_s, time.time(), step=self.step)
             self.wait(self.bus.gc(self.step))  # trained rows are kept until the checkpoint that covers them
         except (RelaxError, OSError) as error:
             self.reporter.count("checkpoints_failed")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from ray import serve
 
 from relax.checkpoint.store import CheckpointStore
 from relax.config.file import DcsArgs
+from relax.telemetry.time_split import WORK
 from relax.types import PolicyVersion
 from relax.weights.manifest import CorruptWeights
 from relax.weights.store import WeightStore
@@ -20,6 +23,8 @@ from services.dcs.api import CheckpointInfo, PublishedVersion, PublishTicket
 from services.runtime import RoleReporter, call_when_up, run_folder_path
 
 logger = logging.getLogger("ray.serve")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 REFERENCE = "reference"
 """Folder in the run folder with version 0: the reference policy."""
@@ -43,7 +48,7 @@ class Dcs:
 
     async def __init__(self, args: DcsArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         self.args = args
-        self.reporter = RoleReporter(names.DCS, names.DCS)
+        self.reporter = RoleReporter(names.DCS, names.DCS, args.run)
         info = await self.reporter.join(args.dcs.model_dump(mode="json"))
         self.run_dir = run_folder_path(args.run)
         self.weights = WeightStore(
@@ -70,6 +75,14 @@ class Dcs:
     async def check_health(self) -> None:
         self.reporter.check()
 
+    async def _work(self, name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """In a thread, booked as work and traced."""
+        begin_s = time.time()
+        with self.reporter.time_split.book(WORK):
+            result = await asyncio.to_thread(function, *args, **kwargs)
+        self.reporter.trace.add(name, begin_s, time.time())
+        return result
+
     async def begin_publish(self) -> PublishTicket:
         return PublishTicket(root=str(self.weights.root), bucket_bytes=self.args.dcs.bucket_bytes)
 
@@ -84,7 +97,7 @@ class Dcs:
             return self._describe(version, manifest.step, manifest.digest, probe)
 
         try:
-            published = await asyncio.to_thread(commit)
+            published = await self._work("commit", commit)
         except CorruptWeights:
             self.reporter.count("publications_refused")
             raise
@@ -130,13 +143,13 @@ class Dcs:
 
     async def begin_checkpoint(self, step: int) -> str:
         """An empty folder to write the state into. Raises `NoSpace` before anything is written (B47)."""
-        return str(await asyncio.to_thread(self.checkpoints.begin, step))
+        return str(await self._work("begin_checkpoint", self.checkpoints.begin, step))
 
     async def commit_checkpoint(self, step: int, folder: str, meta: dict[str, Any]) -> CheckpointInfo:
         """Digest the files and make the checkpoint visible; adds the manager's ledger position."""
         position = await call_when_up(names.ROLLOUT, "ledger_position", deadline_s=30.0)
         meta = {**meta, "ledger": position}
-        manifest = await asyncio.to_thread(self.checkpoints.commit, step, Path(folder), meta)
+        manifest = await self._work("commit_checkpoint", self.checkpoints.commit, step, Path(folder), meta)
         self.reporter.count("checkpoints")
         return CheckpointInfo(step, int(meta.get("version", -1)), str(self.checkpoints.folder(manifest)), meta)
 
@@ -147,7 +160,7 @@ class Dcs:
 
     async def latest_checkpoint(self) -> CheckpointInfo | None:
         """The newest whole checkpoint, its files compared with their digests (B13)."""
-        found = await asyncio.to_thread(self.checkpoints.restore_latest)
+        found = await self._work("restore", self.checkpoints.restore_latest)
         if found is None:
             return None
         manifest, folder = found

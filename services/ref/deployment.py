@@ -15,6 +15,7 @@ from bus.records import TEACHER_TASK
 from relax.config.file import TEACHER_PREFIX, RefArgs
 from relax.data.models import await_model, ensure_model
 from relax.data.tokenizer import Tokenizer, check_same_vocabulary
+from relax.telemetry.time_split import WAIT_WEIGHTS, WORK
 from relax.training.reference import ReferenceModel
 from relax.weights.store import ReadableVersion
 from services import names
@@ -47,7 +48,7 @@ class Teacher:
         limit_threads(args.run)
         self.args, self.name = args, name
         instance = f"{TEACHER_PREFIX}{name}"
-        self.reporter = RoleReporter(names.TEACHER, instance)
+        self.reporter = RoleReporter(names.TEACHER, instance, args.run)
         info = await self.reporter.join(args.ref.model_dump(mode="json"))
         self.bus = await BusClient.connect(
             info.bus, owner=self.reporter.owner, role=names.TEACHER, config=args.run.bus, deadline_s=60.0
@@ -58,7 +59,8 @@ class Teacher:
         self.reporter.check()
 
     async def _loop(self) -> None:
-        model = await asyncio.to_thread(self._load)
+        with self.reporter.time_split.book(WORK):
+            model = await asyncio.to_thread(self._load)
         self.reporter.state = "running"
         scoring = Scoring(self.args, model, TEACHER_TASK + self.name, "teacher_logprobs", self.args.run.teacher_top_k)
         await scoring.run(self.bus, self.reporter)
@@ -86,7 +88,7 @@ class Ref:
     async def __init__(self, args: RefArgs, *teachers: DeploymentHandle) -> None:  # type: ignore[misc]
         limit_threads(args.run)
         self.args, self.teachers = args, teachers
-        self.reporter = RoleReporter(names.REF, names.REF)
+        self.reporter = RoleReporter(names.REF, names.REF, args.run)
         info = await self.reporter.join(args.ref.model_dump(mode="json"))
         self.bus = await BusClient.connect(
             info.bus, owner=self.reporter.owner, role=names.REF, config=args.run.bus, deadline_s=60.0
@@ -102,7 +104,7 @@ class Ref:
         self.reporter.check()
 
     async def _loop(self) -> None:
-        with self.reporter.time_split.book("wait_weights_s"):
+        with self.reporter.time_split.book(WORK):
             model = await self._load()
         self.reporter.state, self.reporter.waiting_for = "running", ""
         await Scoring(self.args, model, "ref", "ref_logprobs").run(self.bus, self.reporter)
@@ -116,7 +118,8 @@ class Ref:
             return await asyncio.to_thread(_model, self.args, Path(self.args.ref.path), None)
         folder = await asyncio.to_thread(ensure_model, run.model, run_dir / "model", run.seed)
         while not (run_dir / REFERENCE).exists():
-            published: PublishedVersion | None = await call_when_up(names.DCS, "wait_newer", -1, 5.0)
+            with self.reporter.time_split.book(WAIT_WEIGHTS):
+                published: PublishedVersion | None = await call_when_up(names.DCS, "wait_newer", -1, 5.0)
             if published is not None and not (run_dir / REFERENCE).exists():
                 raise RuntimeError(f"version {published.version} is published but {run_dir / REFERENCE} is missing")
         weights = ReadableVersion(run_dir / REFERENCE)

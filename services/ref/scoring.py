@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +47,9 @@ class Scoring:
         )
 
         async def handle(lease: Lease) -> None:
+            begin_s = time.time()
             fields = await asyncio.to_thread(self.score, lease.rows)
+            reporter.trace.add(self.task, begin_s, time.time(), ((row.group_id, row.k) for row in lease.rows))
             puts = [RowPut(row.row_id, row.group_id, dict(fields[row.row_id])) for row in lease.rows]
             await bus.put(puts, lease_id=lease.lease_id, deadline_s=PUT_DEADLINE_S, ack=True)
 

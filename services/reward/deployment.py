@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from relax.rewards.base import RewardRequest, RewardResult
 from relax.rewards.failures import FailureWindow, settle
 from relax.rewards.pool import RewardPool
 from relax.rollout.conversation import RESPONSE
+from relax.telemetry.trace import REWARD
 from relax.types import FinishReason, Prompt, Purpose, RewardState
 from services import names
 from services.consume import consume
@@ -44,7 +46,7 @@ PRODUCES = ("reward", "accuracy", "reward_parts", "reward_state")
 class Reward:
     async def __init__(self, args: RewardArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         self.args = args
-        self.reporter = RoleReporter(names.REWARD, names.REWARD)
+        self.reporter = RoleReporter(names.REWARD, names.REWARD, args.run)
         info = await self.reporter.join(args.reward.model_dump(mode="json"))
         run_dir = run_folder_path(args.run)
         model = await asyncio.to_thread(await_model, args.run.model, run_dir / "model", args.run.seed, START_DEADLINE_S)
@@ -124,13 +126,17 @@ class Reward:
 
     async def _score_and_store(self, lease: Lease, requests: list[RewardRequest]) -> list[RewardResult]:
         """The results in the order of the rows; each is in the bus at most `PUT_EVERY_S` after it came."""
+        begin_s = time.time()
         tasks = [asyncio.create_task(self.pool.score(request)) for request in requests]
         row_of = dict(zip(tasks, lease.rows, strict=True))
         pending = set(tasks)
         try:
             while pending:
                 done, pending = await asyncio.wait(pending, timeout=PUT_EVERY_S)
-                await self._store(lease, [(row_of[task], task.result()) for task in tasks if task in done])
+                scored = [(row_of[task], task.result()) for task in tasks if task in done]
+                # Before the put: the actor may begin as soon as the rewards are visible.
+                self.reporter.trace.add(REWARD, begin_s, time.time(), ((row.group_id, row.k) for row, _ in scored))
+                await self._store(lease, scored)
         finally:
             for task in pending:
                 task.cancel()

@@ -22,6 +22,7 @@ from relax.control.judge import FilterStreak, Member, NoSignal, Outcome, judge_g
 from relax.control.retired import RetiredPrompts
 from relax.data.source import PromptSource
 from relax.plugins import load_function
+from relax.telemetry.time_split import WAIT_DATA, WORK
 from relax.types import GroupId, PolicyVersion, Prompt, Purpose
 from services.rollout.ledger import AdmissionEntry, EventPosition, Ledger, Terminal, TerminalState
 from services.runtime import RoleReporter
@@ -85,7 +86,8 @@ class GroupKeeper:
     async def admit_loop(self) -> None:
         """Admit whenever there is capacity, until the run's groups are all trained or the source has ended."""
         while not self.reporter.stopped.is_set():
-            await self._admit_some()
+            with self.reporter.time_split.book(WORK):
+                await self._admit_some()
             if self.admission.finished:
                 self.finished.set()
                 return
@@ -166,10 +168,12 @@ class GroupKeeper:
         position = self.ledger.event_position
         after = position.event_seq if position and position.bus_epoch == epoch else 0
         while not self.reporter.stopped.is_set():
-            events = await self.bus.events(after, wait_s=LONG_POLL_S)
+            with self.reporter.time_split.book(WAIT_DATA):
+                events = await self.bus.events(after, wait_s=LONG_POLL_S)
             if not events:
                 continue
-            await self._apply(events, EventPosition(epoch, events[-1].seq))
+            with self.reporter.time_split.book(WORK):
+                await self._apply(events, EventPosition(epoch, events[-1].seq))
             after = events[-1].seq
 
     async def _apply(self, events: Sequence[Event], position: EventPosition) -> None:
@@ -247,7 +251,8 @@ class GroupKeeper:
             for drop in self.admission.due_drops(time.monotonic()):
                 by_reason[drop.reason.value].append(drop.group_id)
             for reason, groups in by_reason.items():
-                await self.drop(groups, reason)
+                with self.reporter.time_split.book(WORK):
+                    await self.drop(groups, reason)
 
     async def drop(self, groups: Sequence[GroupId], reason: str) -> None:
         """End groups untrained: in the ledger, in the bus, in the counts."""

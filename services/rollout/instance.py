@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +29,17 @@ from relax.rollout.base import WorkerContext
 from relax.rollout.load import load_worker
 from relax.rollout.routing import teacher_of
 from relax.rollout.supervise import Failure, run_with_retries
+from relax.telemetry.time_split import WAIT_DATA, WAIT_WEIGHTS, WORK
+from relax.telemetry.trace import GENERATE, LEASE
 from relax.types import (
     NO_VERSION,
     DataItem,
+    Json,
     PolicyVersion,
     Prompt,
     Purpose,
     SamplingParams,
+    Trajectory,
     make_sample_id,
 )
 from services import names
@@ -56,6 +61,10 @@ def sample_seed(run_seed: int, sample_id: str) -> int:
     """The draw of a sample is a function of the run's seed, the sample and the position alone."""
     digest = hashlib.blake2b(f"{run_seed}:{sample_id}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
+
+
+def _sampled_tokens(trajectories: Sequence[Trajectory]) -> int:
+    return sum(int(trajectory.loss_mask.sum()) for trajectory in trajectories)
 
 
 @serve.deployment(
@@ -80,20 +89,21 @@ class RolloutInstance:
         self.args, self.app = args, app
         self.purposes = tuple(Purpose(purpose) for purpose in purposes)
         self.evaluator = self.purposes == (Purpose.EVAL,)
-        self.reporter = RoleReporter(names.EVALUATOR if self.evaluator else names.INSTANCE, app)
+        self.reporter = RoleReporter(names.EVALUATOR if self.evaluator else names.INSTANCE, app, args.run)
         info = await self.reporter.join(args.rollout.model_dump(mode="json"))
         run_dir = run_folder_path(args.run)
         model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, model)
-        self.engine = await asyncio.to_thread(
-            load_engine,
-            model,
-            args.rollout.engine,
-            args.run.max_tokens,
-            args.run.threads,
-            skip_adoption=Fault.SKIP_ADOPTION in args.run.faults,
-            trust_remote_code=args.run.model.trust_remote_code,
-        )
+        with self.reporter.time_split.book(WORK):
+            self.engine = await asyncio.to_thread(
+                load_engine,
+                model,
+                args.rollout.engine,
+                args.run.max_tokens,
+                args.run.threads,
+                skip_adoption=Fault.SKIP_ADOPTION in args.run.faults,
+                trust_remote_code=args.run.model.trust_remote_code,
+            )
         self.engine.start()
         service = EngineService(self.engine)
         self.client = SglangClient(LocalTransport(service))
@@ -169,7 +179,7 @@ class RolloutInstance:
 
     async def _take(self, newer: PublishedVersion) -> None:
         """All or nothing (B4). Raises `EngineError` and `TimeoutError`, counted."""
-        begin = time.monotonic()
+        begin, begin_wall_s = time.monotonic(), time.time()
         version = PolicyVersion(newer.version)
         try:
             report = await self.client.update_weights_from_disk(
@@ -181,6 +191,7 @@ class RolloutInstance:
             logger.error("%s: version %d not adopted: %s", self.app, version, error)
             raise
         seconds = time.monotonic() - begin
+        self.reporter.trace.add("adopt", begin_wall_s, time.time(), version=int(report.version))
         self.version = report.version
         self.reporter.facts.update(version=int(report.version), digest=report.digest)
         self.reporter.count("adoptions")
@@ -215,7 +226,7 @@ class RolloutInstance:
     # ------------------------------------------------------------------ samples
 
     async def _lease_loop(self) -> None:
-        with self.reporter.time_split.book("wait_weights_s"):
+        with self.reporter.time_split.book(WAIT_WEIGHTS):
             await self.adopted.wait()
         self.reporter.state = "active"
         group_size = self.args.run.group_size
@@ -235,14 +246,17 @@ class RolloutInstance:
                 purposes=self.purposes,
                 rows_per_member=self.args.rollout.max_segments,
             )
-            begin = time.monotonic()
-            answer = await self._lease(request)
-            if not self.running_samples:
-                self.reporter.time_split.add("wait_data_s", time.monotonic() - begin)
+            begin_wall_s = time.time()
+            with self.reporter.time_split.book(WAIT_DATA) as booking:
+                answer = await self._lease(request)
+                if isinstance(answer, Empty) and answer.reason == "version":
+                    booking.kind = WAIT_WEIGHTS
             if isinstance(answer, Closed):
                 self.reporter.state, self.reporter.waiting_for = "done", ""
                 return
             if not isinstance(answer, Empty):
+                samples = ((group.group_id, k) for group in answer.groups for k in group.missing)
+                self.reporter.trace.add(LEASE, begin_wall_s, time.time(), samples)
                 self._start(answer)
 
     async def _lease(self, request: LeaseRequest) -> Lease | Empty | Closed:
@@ -267,7 +281,6 @@ class RolloutInstance:
         task.add_done_callback(self._groups.discard)
 
     async def _run_lease(self, lease: Lease, samples: int) -> None:
-        begin = time.monotonic()
         left = samples
         prompts = {row.group_id: self._prompt(row) for row in lease.rows}
 
@@ -282,7 +295,8 @@ class RolloutInstance:
 
         try:
             async with holding(self.bus, lease):
-                await asyncio.gather(*(member(group, k) for group in lease.groups for k in group.missing))
+                with self.reporter.time_split.book(WORK):
+                    await asyncio.gather(*(member(group, k) for group in lease.groups for k in group.missing))
         except LeaseLost:
             self.reporter.count("leases_lost")
         except Exception as error:  # the supervisor border of this lease: the replica is told unhealthy
@@ -291,13 +305,11 @@ class RolloutInstance:
         finally:
             self.running_samples -= left
             self.freed.set()
-            self.reporter.time_split.add(
-                "work_s", (time.monotonic() - begin) * samples / self.args.rollout.engine.slots
-            )
 
     async def _sample(self, lease_id: str, group: GroupInfo, item: DataItem) -> None:
         k = item.sample_index
         rollout = self.args.rollout
+        begin_wall_s = time.time()
         outcome = await run_with_retries(
             self.worker,
             item,
@@ -305,6 +317,7 @@ class RolloutInstance:
             max_tokens=self.args.run.max_tokens,
             max_segments=rollout.max_segments,
         )
+        self._trace(group, k, begin_wall_s, outcome)
         if isinstance(outcome, Failure):
             self.reporter.count("samples_failed")
             self.reporter.facts["last_sample_error"] = outcome.reason
@@ -317,9 +330,22 @@ class RolloutInstance:
         ]
         await self.puts.put(rows, lease_id)
         self.reporter.count("samples")
-        self.reporter.count("tokens", float(sum(trajectory.loss_mask.sum() for trajectory in outcome)))
+        self.reporter.count("tokens", float(_sampled_tokens(outcome)))
         if len(outcome) > 1:
             self.reporter.count("samples_split")
+
+    def _trace(self, group: GroupInfo, k: int, begin_wall_s: float, outcome: list[Trajectory] | Failure) -> None:
+        """Before the put: the reward may begin as soon as the rows are visible."""
+        trace = self.reporter.trace
+        if not trace.traced(group.group_id):
+            return
+        facts: dict[str, Json] = {}
+        if isinstance(outcome, Failure):
+            facts["error"] = outcome.reason
+        else:
+            facts["version"] = max(int(trajectory.versions.max()) for trajectory in outcome)
+            facts["tokens"] = _sampled_tokens(outcome)
+        trace.add(GENERATE, begin_wall_s, time.time(), [(group.group_id, k)], **facts)
 
     def _prompt(self, row: Row) -> tuple[Prompt, tuple[int, ...]]:
         """The prompt and its tokens, once for all samples of the group."""

@@ -36,7 +36,7 @@ logger = logging.getLogger("ray.serve")
 class RolloutManager:
     async def __init__(self, args: RolloutArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         self.args = args
-        self.reporter = RoleReporter(names.ROLLOUT, names.ROLLOUT)
+        self.reporter = RoleReporter(names.ROLLOUT, names.ROLLOUT, args.run)
         info = await self.reporter.join(args.rollout.model_dump(mode="json"))
         run_dir = run_folder_path(args.run)
         model = await asyncio.to_thread(await_model, args.run.model, run_dir / "model", args.run.seed, START_DEADLINE_S)

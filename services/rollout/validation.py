@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 
 from ray.serve.exceptions import RayServeException
@@ -76,7 +77,9 @@ class Validation:
                 evaluation = Evaluation(when, self.prompts, self._rounds, seq, self.config.samples)
                 self._rounds += 1
                 self.groups.on_eval = evaluation.on_event
+                begin_s = time.time()
                 report = await evaluation.run(self.bus, version, self.config.deadline_s)
+                self.reporter.trace.add("evaluate", begin_s, time.time(), when=when, version=int(version))
             finally:
                 if held is not None:
                     await call(names.DCS, "unpin", held.version)
