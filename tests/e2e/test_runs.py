@@ -113,3 +113,19 @@ def test_a_task_without_signal_ends_with_its_name_and_its_prompts_count_as_consu
     counts, filtered = ledger.counts(), ledger.terminals(TerminalState.FILTERED)
     assert counts.filtered == len({terminal.group_id for terminal in filtered}) >= 40
     assert counts.trained == 0 and ledger.last_cursor()["position"] == counts.admitted
+
+
+@pytest.mark.slow
+def test_an_engine_that_was_killed_takes_weights_anew_and_agrees_with_the_trainer_again(run: Runner) -> None:
+    """The gap is measured at every adoption of every engine, on the probe at equal version.
+
+    behaviour: B6
+    """
+    done = run("run.steps=25", during=kill_once(lambda status: status["step"] >= 3, "rollout-0"))
+    assert done.outcome.state == "finished", done.outcome.reason
+    [engine] = [view for view in done.seen[-1]["roles"] if view["instance"] == "rollout-0"]
+    assert engine["restarts"] == 1 and engine["counters"]["adoptions"] > 1
+    assert set(done.summary["engine_versions"].values()) == {25}
+    assert 0 < done.summary["logprob_gap_max"] <= 1e-4
+    assert all(0 < line["logprob_gap_max"] <= 1e-4 for line in done.lines("metrics.jsonl"))
+    assert done.summary["produced"] == done.summary["trained"] + done.summary["dropped"] + done.summary["queued"]
