@@ -103,6 +103,8 @@ class TrainingLoop:
         except TrainingStopped:
             self.reporter.state = "stopped"
             return
+        finally:
+            self.dumper.discard()
         if self.step == 0:
             raise NothingTrained("the prompt source ended before one step was trained: nothing was learnt")
         self._checkpoint()
