@@ -87,7 +87,7 @@ def publish(dump: StepDump, staging: Path, dumps: Path) -> Path:
 
 
 def write_dump(dump: StepDump, folder: Path) -> None:
-    """Into `folder`, which may hold models; every file gets its digest. A full disk is a `DumpError` or an `OSError`."""
+    """Into `folder`, which may hold models; each file gets a digest. A full disk is a `DumpError` or an `OSError`."""
     rows = list(dump.rows.values())
     tensors: dict[str, Array] = {}
     present: dict[str, list[int] | None] = {}
