@@ -118,10 +118,7 @@ class StepDumper:
             if self._critic is not None:
                 (staging / CRITIC).mkdir()
                 self._critic.save(staging / CRITIC)
-        except (
-            SafetensorError,
-            RuntimeError,
-        ) as error:  # what the writers of safetensors and torch make of a full disk
+        except (SafetensorError, RuntimeError) as error:  # a full disk, from the writers of safetensors and torch
             raise DumpError(f"the models cannot be saved to {staging}: {error}") from error
 
     def _values(self, row: Row) -> dict[str, Any]:
