@@ -87,7 +87,7 @@ def publish(dump: StepDump, staging: Path, dumps: Path) -> Path:
 
 
 def write_dump(dump: StepDump, folder: Path) -> None:
-    """Into `folder`, which may hold models; every file gets its digest."""
+    """Into `folder`, which may hold models; each file gets a digest. A full disk is a `DumpError` or an `OSError`."""
     rows = list(dump.rows.values())
     tensors: dict[str, Array] = {}
     present: dict[str, list[int] | None] = {}
@@ -102,7 +102,10 @@ def write_dump(dump: StepDump, folder: Path) -> None:
             tensors[spec.name] = np.array([rows[i].values[spec.name] for i in having], np.float32)
     if tensors:
         tensors["lengths"] = np.array([_length(row) for row in rows], np.int64)
-    save_file(tensors, folder / ROWS)
+    try:
+        save_file(tensors, folder / ROWS)
+    except SafetensorError as error:
+        raise DumpError(f"{folder / ROWS} cannot be written: {error}") from error
     manifest = _Manifest(
         schema_version=SCHEMA,
         step=dump.step,

@@ -8,13 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from bus.records import Lease, Row
 from relax.config.file import ActorArgs
 from relax.data.tokenizer import Tokenizer
 from relax.dump.compare import WEIGHTS_AFTER, WEIGHTS_BEFORE
 from relax.dump.files import CRITIC, DUMPS, MODEL, STATE, publish, staging_folder
 from relax.dump.provenance import provenance
-from relax.dump.record import BY_NAME, RowDump, StepDump
+from relax.dump.record import BY_NAME, DumpError, RowDump, StepDump
 from relax.dump.recorder import Recorder, RecordingBackend, RecordingCritic, result_numbers, with_computed
 from relax.rollout.conversation import RESPONSE
 from relax.telemetry.run_folder import RunFolder
@@ -31,8 +33,10 @@ REWARD_FIELDS = ("reward_parts", "reward_state")
 
 
 class StepDumper:
-    """Called by the training thread: `begin`, `add` for each lease, then `finish`. A dump that cannot be written is
-    counted and told, and training goes on (B47)."""
+    """Called by the training thread: `begin`, `add` for each lease, then `finish` or `discard`.
+
+    A dump that cannot be written is counted and told, and training goes on (B47).
+    """
 
     def __init__(
         self,
@@ -51,7 +55,7 @@ class StepDumper:
     def begin(self, step: int) -> tuple[str, ...]:
         """Save the models before committed step number `step`, if it is to be recorded. Returns the fields that its
         leases must bring beside those that training reads."""
-        self._discard()
+        self.discard()
         config = self._args.actor.dump
         if not config.wants(step):
             return ()
@@ -78,7 +82,7 @@ class StepDumper:
         if self._open is None:
             return
         self._watch(None)
-        opened, self._open = self._open, None
+        opened = self._open
         try:
             if "weights" in self._borders:
                 opened.digests[WEIGHTS_AFTER] = tensors_digest(self._backend.state_tensors())
@@ -94,18 +98,28 @@ class StepDumper:
                 code=dict(provenance()),
             )
             publish(dump, opened.staging, self._dumps)
+            self._open = None
             self._reporter.count("steps_dumped")
         except (OSError, RelaxError) as error:
             self._failed(opened.step, error)
-            shutil.rmtree(opened.staging, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Of a step that did not commit nothing stays."""
+        self._watch(None)
+        if self._open is not None:
+            shutil.rmtree(self._open.staging, ignore_errors=True)
+            self._open = None
 
     def _save_models(self, staging: Path) -> None:
-        self._backend.export(staging / MODEL)
-        (staging / STATE).mkdir()
-        self._backend.save(staging / STATE)
-        if self._critic is not None:
-            (staging / CRITIC).mkdir()
-            self._critic.save(staging / CRITIC)
+        try:
+            self._backend.export(staging / MODEL)
+            (staging / STATE).mkdir()
+            self._backend.save(staging / STATE)
+            if self._critic is not None:
+                (staging / CRITIC).mkdir()
+                self._critic.save(staging / CRITIC)
+        except (SafetensorError, RuntimeError) as error:  # a full disk, from the writers of safetensors and torch
+            raise DumpError(f"the models cannot be saved to {staging}: {error}") from error
 
     def _values(self, row: Row) -> dict[str, Any]:
         mask = row.array("loss_mask")
@@ -130,18 +144,11 @@ class StepDumper:
         if self._critic is not None:
             self._critic.recorder = recorder
 
-    def _discard(self) -> None:
-        """Of a step that did not commit."""
-        self._watch(None)
-        if self._open is not None:
-            shutil.rmtree(self._open.staging, ignore_errors=True)
-            self._open = None
-
     def _failed(self, step: int, error: Exception) -> None:
-        self._open = None
+        self.discard()
         self._reporter.count("dumps_failed")
-        self._reporter.facts["dump_error"] = str(error)
-        logger.error("dump of step %d failed: %s", step, error)
+        self._reporter.facts["dump_error"] = f"step {step} in {self._dumps}: {error}"
+        logger.error("dump of step %d in %s failed: %s", step, self._dumps, error)
 
 
 class _OpenDump:

@@ -131,6 +131,8 @@ class TrainingLoop:
         except TrainingStopped:
             self.reporter.state = "stopped"
             return
+        finally:
+            self.dumper.discard()
         if self.step == 0:
             raise NothingTrained("the prompt source ended before one step was trained: nothing was learnt")
         with self.reporter.time_split.book(WORK):

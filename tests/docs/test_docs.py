@@ -65,7 +65,10 @@ def test_every_block_has_a_language_and_parses(path: Path) -> None:
 
 def running(slow: bool) -> list[Path]:
     def has(path: Path) -> bool:
-        return any(block.runs and ("slow" in block.tags) == slow for block in blocks_of(path))
+        try:
+            return any(block.runs and ("slow" in block.tags) == slow for block in blocks_of(path))
+        except BadBlock:
+            return False  # the test above fails on it; here it would end the collection of all tests
 
     return [path for path in DOCUMENTS if has(path)]
 

@@ -53,6 +53,7 @@ class Made:
 
     run_dir: Path
     reporter: Reporter
+    dumper: StepDumper
 
     def folder(self, step: int = 1) -> Path:
         return step_folder(self.run_dir / "dumps", step)
@@ -108,7 +109,7 @@ def make_dumps(
         outcome = trainer.train(supply, step - 1, PolicyVersion(step - 1))
         assert outcome is not None
         dumper.finish(outcome, PolicyVersion(step - 1))
-    return Made(run_dir, reporter)
+    return Made(run_dir, reporter, dumper)
 
 
 def _leases(args: ActorArgs, reward: RewardConfig, tokenizer: Tokenizer, step: int, base: Path) -> list[Lease]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,30 @@ def test_a_dump_that_cannot_be_written_is_counted_and_training_goes_on(tmp_path:
     (tmp_path / "dumps").write_text("a file where the folder should be")
     made = make_dumps(tmp_path, {"name": "grpo"}, steps=2)
     assert made.reporter.counts == {"dumps_failed": 2} and str(tmp_path / "dumps") in made.reporter.facts["dump_error"]
+
+
+@pytest.mark.parametrize("kib", [100, 600, 804, 808, 816])
+def test_a_disk_that_fills_up_ends_the_dump_and_not_the_training(kib: int, tmp_path: Path) -> None:
+    """While the model, its state, the optimizer or the rows are written. behaviour: B47"""
+    dumps = tmp_path / "dumps"
+    dumps.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(dumps)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True, timeout=10).returncode != 0:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        made = make_dumps(tmp_path, {"name": "grpo"})
+        assert made.reporter.counts == {"dumps_failed": 1} and made.reporter.facts["dump_error"]
+        assert list(dumps.iterdir()) == []
+    finally:
+        subprocess.run(["umount", "-l", str(dumps)], check=True, timeout=10)
+
+
+def test_of_a_step_that_did_not_commit_nothing_stays(tmp_path: Path) -> None:
+    made = make_dumps(tmp_path, {"name": "grpo"})
+    made.dumper.begin(2)
+    assert [path.name for path in sorted((tmp_path / "dumps").iterdir())] == [".step-00000002", "step-00000001"]
+    made.dumper.discard()
+    assert [path.name for path in (tmp_path / "dumps").iterdir()] == ["step-00000001"]
 
 
 def test_dump_lists_steps_fields_and_shapes(recorded: Made) -> None:
