@@ -189,6 +189,8 @@ class RolloutConfig(StrictModel):
     """Rollout instances, each an own Serve application."""
     instance_num_cpus: Annotated[float, Field(gt=0)] = 0.1
     """Ray CPUs of one instance."""
+    instance_resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Custom Ray resources of one instance: they place it on the nodes that offer them."""
     data: DataConfig
     """The prompt source."""
     sampling: SamplingConfig = SamplingConfig()
@@ -392,6 +394,12 @@ class DcsConfig(StrictModel):
     """Published versions kept when nobody reads them."""
     bucket_bytes: Annotated[int, Field(ge=1 << 12)] = 1 << 28
     """Size of one weight bucket."""
+    transport: Literal["auto", "shared_memory", "tcp"] = "auto"
+    """How instances get weights. `auto`: from shared memory on the actor's node, over TCP on others. Else always so."""
+    host: str = "127.0.0.1"
+    """Interface that weights are served on. On several nodes: one of the actor's node that the others reach."""
+    transfer_deadline_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest transfer of one version over TCP; the version is kept so long."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Newest checkpoints kept on disk."""
     reserve_bytes: Annotated[int, Field(ge=0)] = 1 << 28
