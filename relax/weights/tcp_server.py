@@ -51,7 +51,8 @@ class WeightServer:
     """One thread accepts, one more per connection. `counts`: sessions by how they ended, and bytes sent.
 
     `served` (the peer took every bucket and left), `refused_token`, `refused_frame`, `refused_full`, `gone` (the
-    version was collected), `closed`, `timeout`, `protocol`; `bytes`. `session_s`: a connection, and so its lease, ends then.
+    version was collected), `closed`, `timeout`, `protocol`; `bytes`. `session_s`: a connection, and
+    so its lease, ends then.
     """
 
     def __init__(
