@@ -52,7 +52,7 @@ def test_instances_that_see_no_memory_of_the_trainer_adopt_its_weights(
     """behaviour: B2 B33 B34"""
     folder = tmp_path / "run"
     settings = [*EASY, *AWAY, f"dcs.host={HEAD_IP}", "run.steps=12", f"run.run_dir={folder}"]
-    done = nodes.run(folder, on_head, *settings, deadline_s=220)
+    done = nodes.run(folder, on_head, *settings, deadline_s=420)
     assert done.exit_code == 0, done.output
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["digest_ok"] and set(summary["engine_versions"].values()) == {12}
@@ -70,7 +70,7 @@ def test_an_instance_that_cannot_reach_the_weights_ends_the_run_and_says_which_k
     nodes: TwoNodes, on_head: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    done = nodes.run(folder, on_head, *EASY, *AWAY, "run.steps=3", f"run.run_dir={folder}", deadline_s=220)
+    done = nodes.run(folder, on_head, *EASY, *AWAY, "run.steps=3", f"run.run_dir={folder}", deadline_s=420)
     assert done.exit_code == 1
     reason = json.loads((folder / "summary.json").read_text())["reason"]
     assert "127.0.0.1" in reason and "set dcs.host" in reason, done.output

@@ -158,7 +158,7 @@ def test_a_stream_that_is_cut_goes_on_behind_the_last_good_chunk(
     assert puller.retries == ["closed"] and between.connections == 2
     if cut_at == 300_000:
         resumed = server.counts["bytes"]
-        assert resumed < 1.9 * published.n_bytes, "what was there already was sent again"
+        assert resumed < 1.35 * published.n_bytes, "what was there already was sent again"
 
 
 def test_a_flipped_byte_is_noticed_at_its_chunk_and_asked_for_again(
