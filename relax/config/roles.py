@@ -210,7 +210,7 @@ class RolloutConfig(StrictModel):
     start_deadline_s: Annotated[float, Field(gt=0)] = 180.0
     """An instance that is not active this long after its creation has failed."""
     adoption_deadline_s: Annotated[float, Field(gt=0)] = 60.0
-    """Deadline of one weight adoption by an instance."""
+    """Deadline of one weight adoption by an instance, its transfer included."""
     max_segments: Annotated[int, Field(ge=1)] = 1
     """Rows that one sample may take: an own worker's trajectory can be split into several (B22)."""
     sample_retries: Annotated[int, Field(ge=0)] = 2

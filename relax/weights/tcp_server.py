@@ -87,6 +87,11 @@ class WeightServer:
         for thread in (self._thread, *sessions.values()):
             thread.join(max(0.0, end - time.monotonic()))
 
+    def counted(self) -> dict[str, int]:
+        """A copy of `counts`, which other threads change."""
+        with self._lock:
+            return dict(self.counts)
+
     def admit(self) -> bool:
         if self._room.acquire(blocking=False):
             return True

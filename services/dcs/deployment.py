@@ -84,7 +84,7 @@ class Dcs:
 
     def _refresh_counts(self) -> None:
         assert self.server is not None
-        self.reporter.counters.update({f"tcp_{what}": float(count) for what, count in self.server.counts.items()})
+        self.reporter.counters.update({f"tcp_{what}": float(count) for what, count in self.server.counted().items()})
 
     async def check_health(self) -> None:
         self.reporter.check()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ from relax.weights import tcp
 from relax.weights.manifest import CorruptWeights, Manifest, VersionGone
 from relax.weights.space import NoSpace
 from relax.weights.store import ReadableVersion, WeightStore
-from relax.weights.tcp import LENGTH, MAGIC, NONCE_BYTES, REQUEST, TransferFailed, WeightSource, mac, pull
+from relax.weights.tcp import LENGTH, MAGIC, NONCE_BYTES, REQUEST, TransferFailed, WeightSource, Wire, mac, pull
 from relax.weights.tcp_server import WeightServer
 
 BUCKET_BYTES = 1 << 16
@@ -205,29 +207,24 @@ def test_a_server_that_says_nothing_is_left_at_the_deadline(puller: Puller, stor
 
 
 def test_a_trickle_does_not_stretch_the_deadline_of_a_frame() -> None:
-    here, there = socket.socketpair()
-    with here, there:
-        wire = tcp.Wire.__new__(tcp.Wire)  # a socket pair has no TCP options to set
-        wire._socket, wire._io_s, wire._ends = here, 0.2, time.monotonic() + 60.0
-        there.sendall(b"x")
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        there = socket.create_connection(listener.getsockname())
+        here = listener.accept()[0]
 
-        class Trickle:
-            def __init__(self) -> None:
-                self.calls = 0
+        def trickle() -> None:
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.02):  # the pace, always within the deadline
+                    there.sendall(b"x")
 
-            def __getattr__(self, name: str) -> Any:
-                return getattr(here, name)
-
-            def recv_into(self, view: memoryview) -> int:
-                self.calls += 1
-                count = here.recv_into(view[:1])
-                there.sendall(b"x")
-                return count
-
-        wire._socket = Trickle()  # type: ignore[assignment]
-        with pytest.raises(TransferFailed, match="slower than its deadline"):
-            wire.receive(1 << 26)
-        assert wire._socket.calls > 1
+        thread = threading.Thread(target=trickle)
+        thread.start()
+        try:
+            with here, there, pytest.raises(TransferFailed, match="slower than its deadline"):
+                Wire(here, 0.3, time.monotonic() + 60.0).receive(500)
+        finally:
+            ended.set()
+            thread.join(10.0)
 
 
 def test_a_client_that_says_nothing_loses_its_lease(store: WeightStore, serve: Callable[..., WeightServer]) -> None:
@@ -245,7 +242,7 @@ def test_a_session_ends_at_its_deadline_however_busy_it_is(
     store: WeightStore, serve: Callable[..., WeightServer]
 ) -> None:
     publish(store, 1)
-    server = serve(session_s=0.3)
+    server = serve(session_s=0.3, io_s=120.0)
     with _opened(server, 1) as sock:
         wait_until(lambda: server.counts["timeout"] == 1)
         assert sock.recv(1) == b""
