@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import filelock
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from relax.types import PolicyVersion
 from relax.weights.cache import WeightCache
 from relax.weights.manifest import CorruptWeights, Manifest, VersionGone
 from relax.weights.store import ReadableVersion, WeightStore
+from relax.weights.tcp import TransferFailed
 from relax.weights.tcp_server import WeightServer
 
 USER = """
@@ -191,3 +193,15 @@ def test_a_collected_version_leaves_nothing(tmp_path: Path, store: WeightStore, 
     assert [path.name for path in cache.root.iterdir()] == [".lock"]
     cache.close()
     assert not cache.root.exists()
+
+
+def test_one_process_pulls_at_a_time_and_the_others_wait_no_longer_than_their_deadline(
+    tmp_path: Path, store: WeightStore, server: WeightServer
+) -> None:
+    cache = WeightCache(tmp_path / "relax-run-1.cache", keep=2)
+    published = publish(store, 1)
+    with filelock.FileLock(cache.root / ".lock"), pytest.raises(TransferFailed, match="another process still pulled"):
+        cache.fetch(server.source, PolicyVersion(1), published.digest, 0.2, on_retry=lambda reason: None)
+    assert server.counts == {}
+    assert fetch(cache, server, published).exists()
+    cache.close()
