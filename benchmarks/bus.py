@@ -6,7 +6,8 @@ One cycle of ours: put a micro-batch under a lease, lease it, read it, acknowled
 visibility and digests. One cycle raw: put, get_meta, get_data of the same rows as one column per
 field, no acknowledgement. Both run in the same Ray, interleaved; figures are medians over reps.
 
-`ratio` is ours over raw; `growth` is ours with `--many` over ours with `--few` rows resident.
+`ratio` is ours over raw; `growth` is ours with `--many` over ours with `--few` rows resident; `flat` is ours after
+`--passed` rows have gone through a bus and been freed, over ours on a fresh one (see `benchmarks.bus_flat`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,7 @@ def main() -> None:
     parser.add_argument("--reps", type=int, default=30)
     parser.add_argument("--few", type=int, default=1_000)
     parser.add_argument("--many", type=int, default=10_000)
+    parser.add_argument("--passed", type=int, default=100_000)
     options = parser.parse_args()
     os.environ |= {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
@@ -46,7 +49,7 @@ def main() -> None:
     folder = tempfile.mkdtemp(prefix="rx", dir="/tmp")
     ray.init(num_cpus=8, include_dashboard=False, _temp_dir=folder, namespace="bench", log_to_driver=False)
     try:
-        figures = asyncio.run(measure(options))
+        figures = asyncio.run(measure(options)) | asyncio.run(measure_flat(options))
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
@@ -104,6 +107,43 @@ async def measure(options: argparse.Namespace) -> dict[str, float | int]:
     }
 
 
+async def measure_flat(options: argparse.Namespace) -> dict[str, float | int]:
+    from benchmarks.bus_flat import Passing, compare
+    from bus.client import BusClient
+    from bus.lifecycle import create_bus, destroy_bus
+    from relax.config.run import BusConfig
+
+    config = BusConfig(max_rows=8192, max_bytes=8 << 30, partition_rows=8192, rpc_timeout_s=60)
+    made = []
+    try:
+        for name in ("worn", "fresh"):
+            address = create_bus(name, "bench", config, options.tokens, complete_fields=("reward",), deadline_s=300)
+            client = await BusClient.connect(address, owner=name, role="bench", config=config, deadline_s=60)
+            made.append((address, client, Passing(client), Ours(client, options.rows, options.tokens, seq=1 << 40)))
+        passed = await made[0][2].rows(options.passed)
+
+        def cycle(which: int) -> Callable[[], Awaitable[float]]:
+            async def run() -> float:
+                _, _, passing, ours = made[which]
+                elapsed = await ours.cycle()
+                await passing.read_events()
+                return elapsed
+
+            return run
+
+        worn_s, fresh_s = await compare(cycle(0), cycle(1), 2 * options.reps)
+    finally:
+        for address, client, _, _ in made:
+            await client.close()
+            destroy_bus(address)
+    return {
+        "flat": round(worn_s / fresh_s, 3),
+        "worn_ms": round(1e3 * worn_s, 2),
+        "fresh_ms": round(1e3 * fresh_s, 2),
+        "passed_rows": passed,
+    }
+
+
 def batch(rows: int, tokens: int) -> list[dict[str, np.ndarray[Any, Any]]]:
     """The same rows for both: lengths uniform in [tokens / 2, tokens]."""
     draw = np.random.default_rng(0)
@@ -124,11 +164,11 @@ def batch(rows: int, tokens: int) -> list[dict[str, np.ndarray[Any, Any]]]:
 class Ours:
     """The bus, as Rollout and Reward use it. Groups and their leases are made outside the clock."""
 
-    def __init__(self, client: Any, rows: int, tokens: int) -> None:
+    def __init__(self, client: Any, rows: int, tokens: int, seq: int = 0) -> None:
         self._client = client
         self._rows = batch(rows, tokens)
         self._small = batch(GROUP, 16)
-        self._seq = 0
+        self._seq = seq
         self._resident = 0
 
     async def cycle(self) -> float:

@@ -308,7 +308,17 @@ class BusEngine(_Controller):  # type: ignore[misc]
         self._end_quarantine(time.monotonic())
         if partition not in self.partitions:
             self.create_partition(partition)
-        slot: int = self.index_manager.allocate_indexes(partition, 1)[0]
+        slots = self.index_manager
+        slot: int
+        if slots.reusable_indexes:
+            # From the end: TransferQueue takes from the front, and so moves all that were ever freed for each row.
+            slot = slots.reusable_indexes.pop()
+            slots.partition_to_indexes[partition].add(slot)
+        else:
+            slot = slots.allocate_indexes(partition, 1)[0]
+        # A partition's table has a line for each slot up to its highest, and grows by a copy: not for every put.
+        if slot >= self.partitions[partition].allocated_samples_num:
+            self.partitions[partition].ensure_samples_capacity(1 << slot.bit_length())
         return slot
 
     async def _sweep(self) -> None:

@@ -174,7 +174,8 @@ def plan(file: RunFile, parameters: int) -> CheckReport:
         placements=placements,
         parameters=parameters,
         disk_bytes=(file.dcs.keep_checkpoints + 1) * 12 * parameters + 8 * parameters,
-        shm_bytes=(file.dcs.keep_versions + 2) * 4 * parameters,
+        # The instances' copy, where it lies beside the store.
+        shm_bytes=(file.dcs.keep_versions + 2) * 4 * parameters * (2 if file.dcs.transport == "tcp" else 1),
     )
 
 

@@ -190,7 +190,8 @@ def remove_weights(file: RunFile, run_dir: Path) -> None:
     state = run_dir / "state.json"
     if state.exists():
         run_id = json.loads(state.read_text())["run_id"]
-        shutil.rmtree(Path(file.dcs.shm_dir) / f"relax-{file.run.name}-{run_id}", ignore_errors=True)
+        for folder in Path(file.dcs.shm_dir).glob(f"relax-{file.run.name}-{run_id}*"):  # the store, and copies of it
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def keep_logs(private: PrivateRay, run_dir: Path) -> None:

@@ -385,6 +385,8 @@ def cross_problems(file: RunFile) -> list[str]:
         problems.append(f"run.bus.max_bytes {run.bus.max_bytes} is less than one group at worst ({worst} bytes)")
     if run.group_size * rollout.max_segments + 1 > run.bus.max_rows:
         problems.append("run.bus.max_rows holds less than one group")
+    if file.dcs.host in ("0.0.0.0", "::"):
+        problems.append(f"dcs.host {file.dcs.host} is no address that an instance can reach: give one interface")
     if file.serve.get("http_options", {}).get("host", "127.0.0.1") in ("0.0.0.0", "::") and run.bus.host == "0.0.0.0":
         problems.append("run.bus.host 0.0.0.0 would expose an unauthenticated wire: give one private interface")
     return problems

@@ -194,6 +194,8 @@ class RolloutConfig(StrictModel):
     """Rollout instances, each an own Serve application."""
     instance_num_cpus: Annotated[float, Field(gt=0)] = 0.1
     """Ray CPUs of one instance."""
+    instance_resources: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Custom Ray resources of one instance: they place it on the nodes that offer them."""
     data: DataConfig
     """The prompt source."""
     sampling: SamplingConfig = SamplingConfig()
@@ -213,7 +215,7 @@ class RolloutConfig(StrictModel):
     start_deadline_s: Annotated[float, Field(gt=0)] = 180.0
     """An instance that is not active this long after its creation has failed."""
     adoption_deadline_s: Annotated[float, Field(gt=0)] = 60.0
-    """Deadline of one weight adoption by an instance."""
+    """Deadline of one weight adoption by an instance, its transfer included."""
     max_segments: Annotated[int, Field(ge=1)] = 1
     """Rows that one sample may take: an own worker's trajectory can be split into several (B22)."""
     sample_retries: Annotated[int, Field(ge=0)] = 2
@@ -399,6 +401,12 @@ class DcsConfig(StrictModel):
     """Published versions kept when nobody reads them."""
     bucket_bytes: Annotated[int, Field(ge=1 << 12)] = 1 << 28
     """Size of one weight bucket."""
+    transport: Literal["auto", "shared_memory", "tcp"] = "auto"
+    """How instances get weights. `auto`: from shared memory on the actor's node, over TCP on others. Else always so."""
+    host: str = "127.0.0.1"
+    """Interface that weights are served on. On several nodes: one of the actor's node that the others reach."""
+    transfer_deadline_s: Annotated[float, Field(gt=0)] = 300.0
+    """Longest transfer of one version over TCP; the version is kept so long."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2
     """Newest checkpoints kept on disk."""
     reserve_bytes: Annotated[int, Field(ge=0)] = 1 << 28

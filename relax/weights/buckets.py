@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +41,7 @@ _FORMAT_DTYPES = {
 }
 _DTYPES = {in_file: name for name, in_file in _FORMAT_DTYPES.items()}
 _HEADER_ALIGN = 8
+_BUCKET = re.compile(r"bucket-\d{5,}\.safetensors")
 
 
 def n_bytes(tensor: Tensor) -> int:
@@ -67,6 +69,10 @@ def in_buckets(
 
 def bucket_name(index: int) -> str:
     return f"bucket-{index:05d}.safetensors"
+
+
+def is_bucket_name(name: str) -> bool:
+    return _BUCKET.fullmatch(name) is not None
 
 
 def write_bucket(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> None:

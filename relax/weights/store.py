@@ -148,7 +148,7 @@ class WeightStore:
         """
         self._refuse_stale(version)
         self._remove_stagings(through=version)
-        folder = self.root / f".staging-{_folder_name(version)}-{uuid.uuid4().hex[:12]}"
+        folder = self.root / f".staging-v{version:08d}-{uuid.uuid4().hex[:12]}"
         if isinstance(tensors, Sequence):
             self._check_space(version, sum(buckets.n_bytes(tensor) for _, tensor in tensors))
         try:
@@ -185,7 +185,7 @@ class WeightStore:
         is removed, nothing becomes visible), `StaleVersion`, `VersionGone` if the staging was removed.
         `faults` damage the version after it was verified, so that only its readers can notice.
         """
-        target = self.root / _folder_name(staged.manifest.version)
+        target = version_folder(self.root, staged.manifest.version)
         if not staged.folder.exists() and target.exists():
             published = read_manifest(target)
             if published.digest == staged.manifest.digest:
@@ -226,19 +226,19 @@ class WeightStore:
         """The newest visible version. Raises `CorruptWeights` if its manifest cannot be read."""
         for version in reversed(self.versions()):
             try:
-                return read_manifest(self.root / _folder_name(version))
+                return read_manifest(version_folder(self.root, version))
             except VersionGone:
                 continue  # collected after it was listed, so a newer one exists or an older is as good
         return None
 
     def open(self, version: PolicyVersion) -> ReadableVersion:
         """Map a visible version. Raises `VersionGone`, `CorruptWeights`."""
-        return ReadableVersion(self.root / _folder_name(version))
+        return ReadableVersion(version_folder(self.root, version))
 
     def pin(self, version: PolicyVersion) -> None:
         """Keep a version from collection until as many `unpin` calls. Raises `VersionGone`."""
         with self._lock:
-            if not (self.root / _folder_name(version)).exists():
+            if not (version_folder(self.root, version)).exists():
                 raise VersionGone(f"v{version} is not published in {self.root}")
             self._pins[version] += 1
 
@@ -257,7 +257,7 @@ class WeightStore:
             held = {version for version, pins in self._pins.items() if pins > 0} | set(pinned)
             removed = [version for version in self.versions()[:-count] if version not in held]
             for version in removed:
-                self._remove(self.root / _folder_name(version))
+                self._remove(version_folder(self.root, version))
         return removed
 
     def _write(
@@ -313,5 +313,5 @@ class WeightStore:
         shutil.rmtree(trash, ignore_errors=True)
 
 
-def _folder_name(version: PolicyVersion) -> str:
-    return f"v{version:08d}"
+def version_folder(root: Path, version: PolicyVersion) -> Path:
+    return root / f"v{version:08d}"

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import ray
 import torch
 
 from bus.client import BusClient
@@ -260,6 +261,7 @@ class TrainingLoop:
     def _publish(self, version: PolicyVersion) -> None:
         if self._store is None:
             ticket: PublishTicket = self.wait(call(names.DCS, "begin_publish"))
+            self._refuse_other_node(ticket)
             self._store = WeightStore(Path(ticket.root), keep=1)
             self._bucket_bytes = ticket.bucket_bytes
         dtype = getattr(torch, self.args.actor.publish_dtype)
@@ -273,6 +275,14 @@ class TrainingLoop:
         self.wait(call(names.DCS, "commit_publish", staged.folder.name, probe))
         self.reporter.facts["version"] = int(version)
         self.reporter.count("publications")
+
+    def _refuse_other_node(self, ticket: PublishTicket) -> None:
+        here = ray.get_runtime_context().get_node_id()
+        if ticket.node_id != here:
+            raise RelaxError(
+                f"the actor is on node {here[:8]} and dcs on node {ticket.node_id[:8]}, and weights are staged in "
+                "memory: place both on one node (ray_actor_options.resources of their deployments)"
+            )
 
     def _checkpoint(self) -> None:
         """A failed save is counted and told; the run goes on from the last good state (B47)."""

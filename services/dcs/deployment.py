@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+import ray
 from ray import serve
 
 from relax.checkpoint.store import CheckpointStore
@@ -17,9 +18,10 @@ from relax.config.file import DcsArgs
 from relax.telemetry.time_split import WORK
 from relax.types import PolicyVersion
 from relax.weights.manifest import CorruptWeights
-from relax.weights.store import WeightStore
+from relax.weights.store import WeightStore, version_folder
+from relax.weights.tcp_server import WeightServer
 from services import names
-from services.dcs.api import CheckpointInfo, PublishedVersion, PublishTicket
+from services.dcs.api import CheckpointInfo, PublishedVersion, PublishTicket, StorePlace
 from services.runtime import RoleReporter, call_when_up, run_folder_path
 
 logger = logging.getLogger("ray.serve")
@@ -54,6 +56,18 @@ class Dcs:
         self.weights = WeightStore(
             weights_root(args, info.run_id), keep=args.dcs.keep_versions, reserve_bytes=args.dcs.reserve_bytes
         )
+        self.server: WeightServer | None = None
+        if args.dcs.transport != "shared_memory":
+            self.server = WeightServer(self.weights, args.dcs.host, args.dcs.transfer_deadline_s)
+            self.reporter.refresh = self._refresh_counts
+        self.place = StorePlace(
+            node_id=ray.get_runtime_context().get_node_id(),
+            root=str(self.weights.root),
+            keep=args.dcs.keep_versions,
+            reserve_bytes=args.dcs.reserve_bytes,
+            transport=args.dcs.transport,
+            source=self.server.source if self.server else None,
+        )
         self.checkpoints = CheckpointStore(
             self.run_dir / "checkpoints", keep=args.dcs.keep_checkpoints, reserve_bytes=args.dcs.reserve_bytes
         )
@@ -70,7 +84,12 @@ class Dcs:
             self.reporter.facts["version"] = int(manifest.version)
 
     def _describe(self, version: PolicyVersion, step: int, digest: str, probe: dict[str, Any]) -> PublishedVersion:
-        return PublishedVersion(int(version), step, str(self.weights.root / f"v{version:08d}"), digest, probe)
+        folder = version_folder(self.weights.root, version)
+        return PublishedVersion(int(version), step, str(folder), digest, self.place, probe)
+
+    def _refresh_counts(self) -> None:
+        assert self.server is not None
+        self.reporter.counters.update({f"tcp_{what}": float(count) for what, count in self.server.counted().items()})
 
     async def check_health(self) -> None:
         self.reporter.check()
@@ -84,7 +103,12 @@ class Dcs:
         return result
 
     async def begin_publish(self) -> PublishTicket:
-        return PublishTicket(root=str(self.weights.root), bucket_bytes=self.args.dcs.bucket_bytes)
+        return PublishTicket(
+            root=str(self.weights.root), bucket_bytes=self.args.dcs.bucket_bytes, node_id=self.place.node_id
+        )
+
+    async def store_place(self) -> StorePlace:
+        return self.place
 
     async def commit_publish(self, staging: str, probe: dict[str, Any]) -> PublishedVersion:
         """Raises `CorruptWeights` and publishes nothing when a tensor differs from its digest (B2, B4)."""
@@ -109,7 +133,7 @@ class Dcs:
         return published
 
     def _keep_reference(self) -> None:
-        source = self.weights.root / "v00000000"
+        source = version_folder(self.weights.root, PolicyVersion(0))
         target = self.run_dir / REFERENCE
         if target.exists():
             return
@@ -168,5 +192,7 @@ class Dcs:
 
     async def remove_weights(self) -> None:
         """End of the run: nothing stays in shared memory."""
+        if self.server is not None:
+            await asyncio.to_thread(self.server.close)
         await asyncio.to_thread(shutil.rmtree, self.weights.root, True)
         self.reporter.state = "stopped"

@@ -45,10 +45,11 @@ from relax.types import (
 from services import names
 from services.consume import holding
 from services.controller.api import AdoptionReport
-from services.dcs.api import PublishedVersion
+from services.dcs.api import PublishedVersion, Unreachable
 from services.rollout.api import InstanceStatus
 from services.rollout.put_batcher import PutBatcher
 from services.rollout.rows import row_put
+from services.rollout.weights import NodeWeights
 from services.runtime import RoleReporter, call, call_when_up, limit_threads, run_folder_path
 
 logger = logging.getLogger("ray.serve")
@@ -91,6 +92,13 @@ class RolloutInstance:
         self.evaluator = self.purposes == (Purpose.EVAL,)
         self.reporter = RoleReporter(names.EVALUATOR if self.evaluator else names.INSTANCE, app, args.run)
         info = await self.reporter.join(args.rollout.model_dump(mode="json"))
+        place = await call_when_up(names.DCS, "store_place")
+        try:
+            self.weights = await asyncio.to_thread(NodeWeights, place, args.run, self.reporter)
+        except Unreachable as error:
+            self.reporter.end_run(str(error))
+            await self.reporter.send()
+            raise
         run_dir = run_folder_path(args.run)
         model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, model)
@@ -182,9 +190,10 @@ class RolloutInstance:
         begin, begin_wall_s = time.monotonic(), time.time()
         version = PolicyVersion(newer.version)
         try:
-            report = await self.client.update_weights_from_disk(
-                newer.folder, version, deadline_s=self.args.rollout.adoption_deadline_s
-            )
+            deadline_s = self.args.rollout.adoption_deadline_s
+            folder = await self.weights.folder(newer, deadline_s)
+            left_s = deadline_s - (time.monotonic() - begin)
+            report = await self.client.update_weights_from_disk(folder, version, deadline_s=left_s)
         except (EngineError, TimeoutError) as error:
             self.reporter.count("adoptions_failed")
             self.reporter.facts["adoption_error"] = str(error)
@@ -370,3 +379,6 @@ class RolloutInstance:
         engine = getattr(self, "engine", None)
         if engine is not None:
             engine.close(2.0)
+        weights = getattr(self, "weights", None)
+        if weights is not None:
+            weights.close()

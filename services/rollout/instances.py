@@ -64,7 +64,10 @@ class InstancePool:
         self._move(name, InstanceState.CREATING)
         app = RolloutInstance.options(  # type: ignore[attr-defined]
             num_replicas=1,
-            ray_actor_options={"num_cpus": self.args.rollout.instance_num_cpus},
+            ray_actor_options={
+                "num_cpus": self.args.rollout.instance_num_cpus,
+                "resources": dict(self.args.rollout.instance_resources),
+            },
         ).bind(self.args, name, self._purposes(name))
         await asyncio.to_thread(
             serve.run_many,

@@ -97,6 +97,7 @@ def test_a_fault_in_the_shared_run_is_told_once_and_not_for_each_application() -
         (["actor.algorithm.aggregation_constant=3"], "aggregation_constant goes with"),
         (["rollout.data.kind=jsonl"], "data.path is required"),
         (["rollout.data.kind=reasoning_gym"], "use a 'hf' model"),
+        (["dcs.host=0.0.0.0"], "give one interface"),
         (["reward.overlong={buffer_tokens: 9}"], "larger than run.max_response_tokens"),
         (["rollout.filter={kind: accuracy_band, low: 0.9, high: 0.1}"], "must be below"),
     ],

@@ -41,6 +41,28 @@ def test_damaged_weights_are_never_adopted(run: Runner) -> None:
 
 
 @pytest.mark.slow
+def test_weights_that_travel_over_tcp_are_adopted_with_the_trainers_digest_and_learnt_from(
+    run: Runner, tmp_path: Path
+) -> None:
+    """behaviour: B2 B3 B33"""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    copies: set[str] = set()
+
+    def during(status: dict[str, Any]) -> None:
+        copies.update(path.name for path in shm.glob("*.cache"))
+
+    done = run("run.steps=60", "dcs.transport=tcp", f"dcs.shm_dir={shm}", during=during)
+    assert done.outcome.state == "finished", done.outcome.reason
+    assert done.summary["digest_ok"] and set(done.summary["engine_versions"].values()) == {60}
+    assert done.summary["reward_first"] < 0.3 and done.summary["reward_last"] > 0.6
+    assert done.summary["restarts_unasked"] == 0
+    counters = {view["instance"]: view["counters"] for status in done.seen for view in status["roles"]}
+    assert 2 <= counters["dcs"]["tcp_served"] <= 61, "both instances of the node pull a version once"
+    assert len(copies) == 1 and list(shm.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_staleness_0_is_exactly_on_policy(run: Runner) -> None:
     """behaviour: B15"""
     done = run("run.steps=8", "run.max_staleness=0")
