@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from relax.config.simulation import EngineModelConfig
-from services.simulation.clock import Clock
+from relax.simulation.clock import Clock
 
 TOLERANCE = 1e-3
 """Of a token: what rounding of the clock may leave of a finished sequence."""
