@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from relax.config.backends import backend_problems
 from relax.config.base import StrictModel
 from relax.config.roles import (
     FILE_KINDS,
@@ -341,7 +342,7 @@ def cross_problems(file: RunFile) -> list[str]:
     if run.use_ref != (file.ref is not None):
         problems.append("the application 'ref' goes with run.use_ref true, and only with it")
     problems += _job_problems(file)
-    problems += _simulation_problems(file)
+    problems += backend_problems(run, rollout, actor)
     if (
         run.group_size < 2
         and run.generates
@@ -407,33 +408,6 @@ def _teacher_problems(file: RunFile) -> list[str]:
         ]
         if not named:
             problems.append("rollout.teachers names no teacher: give routes, or a default")
-    return problems
-
-
-def _simulation_problems(file: RunFile) -> list[str]:
-    """Simulated engines and a simulated trainer go together: real ones would compute with made-up numbers."""
-    run, rollout, actor = file.run, file.rollout, file.actor
-    problems = []
-    if rollout.engine.backend not in ("embedded", "simulated"):
-        problems.append(f"rollout.engine.backend: unknown backend '{rollout.engine.backend}': embedded or simulated")
-    simulated = [rollout.engine.backend == "simulated", actor.backend == "simulated"]
-    if not any(simulated):
-        return problems
-    if not all(simulated):
-        problems.append("rollout.engine.backend and actor.backend must both be 'simulated', or neither")
-    profile = run.simulation
-    if profile is None:
-        return [*problems, "the backends 'simulated' need run.simulation: the time model of the cluster"]
-    if rollout.instances != profile.rollout_gpus or rollout.engine.slots != profile.engine.slots:
-        problems.append(
-            f"rollout.instances {rollout.instances} and rollout.engine.slots {rollout.engine.slots} must be the "
-            f"simulated cluster's: run.simulation.rollout_gpus {profile.rollout_gpus} and "
-            f"run.simulation.engine.slots {profile.engine.slots}"
-        )
-    if run.use_ref or actor.critic is not None or actor.trainer is not None or actor.export:
-        problems.append(
-            "actor.backend 'simulated' goes without run.use_ref, actor.critic, actor.trainer and actor.export"
-        )
     return problems
 
 
