@@ -6,9 +6,8 @@ from typing import Any
 
 from relax.config.run import Overdue, RunConfig
 from relax.config.simulation import SimulationConfig
-from services.simulation.pipeline import Outcome, fitted, outcome
-
-COLOCATE = "colocate"
+from relax.simulation.turns import COLOCATE, profile_of
+from services.simulation.pipeline import Outcome, outcome
 
 
 def simulate_modes(run: RunConfig, staleness: tuple[int, ...]) -> tuple[dict[str, Outcome], SimulationConfig]:
@@ -16,9 +15,7 @@ def simulate_modes(run: RunConfig, staleness: tuple[int, ...]) -> tuple[dict[str
 
     With a published colocated figure the profile is fitted on it, and on nothing else.
     """
-    profile = run.simulation or SimulationConfig()
-    if COLOCATE in profile.published_s:
-        profile = fitted(run, profile.model_copy(update={"mode": COLOCATE}), profile.published_s[COLOCATE])
+    profile = profile_of(run)
     modes = {COLOCATE: outcome(run, profile.model_copy(update={"mode": COLOCATE}))}
     for value in staleness:
         policy = Overdue.WAIT if value == 0 else Overdue.TRAIN

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from relax.config.backends import backend_problems
 from relax.config.base import StrictModel
 from relax.config.dump import step_ranges
 from relax.config.roles import (
@@ -342,6 +343,7 @@ def cross_problems(file: RunFile) -> list[str]:
     if run.use_ref != (file.ref is not None):
         problems.append("the application 'ref' goes with run.use_ref true, and only with it")
     problems += _job_problems(file)
+    problems += backend_problems(run, rollout, actor)
     if (
         run.group_size < 2
         and run.generates

@@ -120,7 +120,7 @@ class EngineConfig(StrictModel):
     """The inference backend of each rollout instance."""
 
     backend: str = "embedded"
-    """`embedded`, or a class by import path."""
+    """`embedded`, or `simulated`: takes as long as run.simulation says, and draws meaningless tokens."""
     slots: Annotated[int, Field(ge=1)] = 64
     """Sequences decoded at once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -359,7 +359,7 @@ class ActorConfig(StrictModel):
     """Training."""
 
     backend: str = "torch"
-    """`torch`, or a class by import path."""
+    """`torch`, `simulated` (takes as long as run.simulation says, and learns nothing), or a class by import path."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Loss, advantages, corrections."""
     trainer: str | None = None

@@ -118,7 +118,7 @@ class RunConfig(StrictModel):
     threads: Annotated[int, Field(ge=1)] = 1
     """Torch threads of each process. More than one per core slows every process down."""
     simulation: SimulationConfig | None = None
-    """Time model of a cluster for `relax simulate`; no part of it is read by a real run."""
+    """Time model of a cluster, for `relax simulate` and the backends named `simulated`."""
     trace_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of the prompt groups whose samples `relax trace` shows on their way through the roles; 0 is off. A traced
     sample costs its engine's process about 16 us."""

@@ -49,7 +49,7 @@ class TrainerModelConfig(StrictModel):
 
 
 class SimulationConfig(StrictModel):
-    """`relax simulate`: the run's own sizes and policies on a simulated clock."""
+    """The cluster of `relax simulate`, and of the engine and training backends named `simulated`."""
 
     mode: Literal["async", "colocate"] = "async"
     """`async`: engines and trainer have GPUs of their own; `colocate`: all GPUs take turns."""
@@ -65,6 +65,10 @@ class SimulationConfig(StrictModel):
     """Time model of an engine."""
     trainer: TrainerModelConfig = TrainerModelConfig()
     """Time model of the trainer."""
+    time_scale: Annotated[float, Field(gt=0)] = 1.0
+    """Simulated seconds in one second of a run with the backends `simulated`."""
+    failure_share: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the requests that fail in a simulated engine on their way; not read by `relax simulate`."""
     warm_steps: Annotated[int, Field(ge=0)] = 3
     """First steps left out of the figures."""
     published_s: dict[str, float] = Field(default_factory=dict)

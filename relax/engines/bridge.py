@@ -6,8 +6,8 @@ import asyncio
 import weakref
 from collections.abc import Sequence
 
+from relax.engines.backend import LocalEngine
 from relax.engines.base import EngineError
-from relax.engines.embedded import EmbeddedEngine
 from relax.engines.requests import Request, Result
 
 
@@ -18,7 +18,7 @@ class LoopBridge:
     results of one decode step come back with one wake-up.
     """
 
-    def __init__(self, engine: EmbeddedEngine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: LocalEngine, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         # Weak: bridges are kept by loop, and must not keep a finished loop alive.
         self._loop = weakref.ref(loop)

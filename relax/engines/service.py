@@ -12,9 +12,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from relax.engines import status as reports
+from relax.engines.backend import LocalEngine
 from relax.engines.base import EngineError
 from relax.engines.bridge import LoopBridge
-from relax.engines.embedded import BadRequest, EmbeddedEngine
+from relax.engines.embedded import BadRequest
 from relax.engines.protocol import (
     AbortBody,
     CheckerBody,
@@ -40,7 +41,7 @@ _CONTROL_DEADLINE_S = 30.0
 class EngineService:
     """`handle` serves every path but streamed generation, which is `stream`."""
 
-    def __init__(self, engine: EmbeddedEngine) -> None:
+    def __init__(self, engine: LocalEngine) -> None:
         self.engine = engine
         self._bridges: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopBridge] = WeakKeyDictionary()
         self.routes: dict[tuple[str, str], Handler] = {

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from relax.config.roles import ActorConfig
+from relax.config.run import RunConfig
 from relax.plugins import load_class
 from relax.training.base import Critic, TrainingBackend
 from relax.types import RelaxError
@@ -27,14 +28,19 @@ def build_backend(
     *,
     trust_remote_code: bool = False,
     base: Path | None = None,
+    run: RunConfig | None = None,
 ) -> TrainingBackend:
-    """Build `config.backend`: `torch`, or a class named as in `relax.plugins`.
+    """Build `config.backend`: `torch`, `simulated` (of the cluster in `run`), or a class named as in `relax.plugins`.
 
-    The class is called with these arguments, `base` (the folder that relative files count from) apart.
+    The class is called with these arguments, `base` (the folder that relative files count from) and `run` apart.
     `total_steps` counts the optimizer updates of the whole run, for the schedule. Sets torch's thread count.
     Raises `PluginError` for a class that is not there, `BackendError` for an incomplete one, `ModelError`
     for a broken model folder.
     """
+    if config.backend == "simulated" and run is not None:
+        from relax.training.simulated import SimulatedBackend
+
+        return SimulatedBackend(run)
     build = _backend_class(config.backend, base)
     return build(config, model_folder, total_steps, seed, threads, trust_remote_code=trust_remote_code)
 

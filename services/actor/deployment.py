@@ -55,6 +55,7 @@ class Actor:
                 args.run.seed,
                 args.run.threads,
                 trust_remote_code=args.run.model.trust_remote_code,
+                run=args.run,
             )
             critic = await asyncio.to_thread(
                 build_critic, args.actor, start, updates, trust_remote_code=args.run.model.trust_remote_code

@@ -20,7 +20,6 @@ from bus.client import BusClient
 from bus.errors import LeaseLost
 from bus.records import Closed, Empty, GroupInfo, Lease, LeaseRequest, Row
 from relax.config.file import RolloutArgs
-from relax.config.run import Fault
 from relax.data.models import ensure_model
 from relax.data.tokenizer import Tokenizer
 from relax.engines.base import EngineError
@@ -81,7 +80,7 @@ class RolloutInstance:
     ) -> None:
         """`purposes`: of the groups that it leases. One that only evaluates takes new weights when it is told to."""
         # Here, and not above: the manager names this class and loads no engine.
-        from relax.engines.embedded import load_engine
+        from relax.engines.backend import build_engine
         from relax.engines.server import HttpServer
         from relax.engines.service import EngineService
         from relax.engines.transports import LocalTransport
@@ -103,15 +102,7 @@ class RolloutInstance:
         model = await asyncio.to_thread(ensure_model, args.run.model, run_dir / "model", args.run.seed)
         self.tokenizer = await asyncio.to_thread(Tokenizer.load, model)
         with self.reporter.time_split.book(WORK):
-            self.engine = await asyncio.to_thread(
-                load_engine,
-                model,
-                args.rollout.engine,
-                args.run.max_tokens,
-                args.run.threads,
-                skip_adoption=Fault.SKIP_ADOPTION in args.run.faults,
-                trust_remote_code=args.run.model.trust_remote_code,
-            )
+            self.engine = await asyncio.to_thread(build_engine, args.rollout.engine, args.run, model)
         self.engine.start()
         service = EngineService(self.engine)
         self.client = SglangClient(LocalTransport(service))

@@ -6,12 +6,9 @@ manager ─admit→ Index ─lease→ SimEngine ─put→ Index ─lease→ trai
 from __future__ import annotations
 
 import itertools
-import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from bus.index import Index
 from bus.index import Limits as BusLimits
@@ -19,31 +16,15 @@ from bus.records import AdmitHeader, Caller, EventKind, Grant, LeaseRequest, Row
 from relax.config.run import RunConfig
 from relax.config.simulation import EngineModelConfig, SimulationConfig
 from relax.control.admission import AdmissionState, Limits, hold_below
+from relax.simulation.clock import Clock
+from relax.simulation.engine import Sample, SimEngine
+from relax.simulation.turns import Figures, Lengths, colocated
 from relax.types import GroupId, PolicyVersion, Purpose
-from services.simulation.clock import Clock
-from services.simulation.engine import Sample, SimEngine
 
 FIELDS = ("tokens", "reward")
 _DIGEST = b"simulated"
 LEASE_S = 1e9
 """Nobody dies here, so no lease expires."""
-
-
-@dataclass(slots=True)
-class Figures:
-    """What a simulated run came to. Times in simulated seconds, over the steps after the warm ones."""
-
-    step_s: list[float] = field(default_factory=list)
-    trainer_wait_s: list[float] = field(default_factory=list)
-    lags: Counter[int] = field(default_factory=Counter)
-    tokens: list[int] = field(default_factory=list)
-    dropped: Counter[str] = field(default_factory=Counter)
-
-    def mean_step_s(self, warm: int) -> float:
-        return float(np.mean(self.step_s[warm:]))
-
-    def wait_share(self, warm: int) -> float:
-        return float(np.sum(self.trainer_wait_s[warm:]) / np.sum(self.step_s[warm:]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,70 +58,8 @@ def outcome(run: RunConfig, config: SimulationConfig) -> Outcome:
     return Outcome(figures.mean_step_s(warm), limit_s, figures.wait_share(warm), dict(sorted(figures.lags.items())))
 
 
-def fitted(run: RunConfig, config: SimulationConfig, colocated_s: float) -> SimulationConfig:
-    """The profile whose colocated step takes `colocated_s`: the trainer's cost of a token is what is left of it.
-
-    Raises `ValueError` when generating alone takes as long.
-    """
-    free = config.model_copy(update={"trainer": config.trainer.model_copy(update={"token_gpu_s": 1e-12})})
-    figures = colocated(run, free)
-    left_s = colocated_s - figures.mean_step_s(config.warm_steps)
-    if left_s <= 0:
-        raise ValueError(f"a colocated step of {colocated_s:g} s is shorter than its generation in this profile")
-    tokens = float(np.mean(figures.tokens[config.warm_steps :]))
-    trainer = config.trainer.model_copy(update={"token_gpu_s": left_s * config.gpus / tokens})
-    return config.model_copy(update={"trainer": trainer})
-
-
-class Lengths:
-    """Response lengths of samples: a function of (seed, group, member) alone, so that every mode draws the same."""
-
-    def __init__(self, run: RunConfig, config: SimulationConfig) -> None:
-        self._seed, self._limit = run.seed, run.max_response_tokens
-        self._sigma = config.lengths.sigma
-        self._mu = math.log(config.lengths.mean_tokens) - self._sigma**2 / 2
-
-    def of_group(self, index: int, size: int) -> list[int]:
-        draw = np.random.default_rng([self._seed, index])
-        return [max(1, min(self._limit, round(v))) for v in draw.lognormal(self._mu, self._sigma, size)]
-
-
 def simulate(run: RunConfig, config: SimulationConfig) -> Figures:
     return colocated(run, config) if config.mode == "colocate" else Pipeline(run, config).run()
-
-
-def colocated(run: RunConfig, config: SimulationConfig) -> Figures:
-    """All GPUs generate a step's groups, then all train on them: nothing overlaps."""
-    clock, lengths, figures = Clock(), Lengths(run, config), Figures()
-    done: list[Sample] = []
-    engines = [SimEngine(clock, config.engine, done.append) for _ in range(config.gpus)]
-    size = run.groups_per_step * run.group_size
-    for step in range(run.steps):
-        begin = clock.now
-        waiting = [
-            Sample(f"s:0:{g}", k, length, config.lengths.prompt_tokens)
-            for g in range(step * run.groups_per_step, (step + 1) * run.groups_per_step)
-            for k, length in enumerate(lengths.of_group(g, run.group_size))
-        ]
-        done.clear()
-        for number, engine in enumerate(engines):
-            share = waiting[number :: len(engines)]
-            if len(share) > config.engine.slots:
-                raise ValueError(f"colocated: {len(share)} samples an engine, simulation.engine.slots is smaller")
-            engine.start(share, config.lengths.prompt_tokens * len({s.group_id for s in share}))
-        clock.run(lambda: len(done) == size)
-        generated = clock.now
-        tokens = sum(sample.length for sample in done)
-        seconds = tokens * config.trainer.token_gpu_s / config.gpus + config.trainer.update_s + config.switch_s
-        clock.after(seconds, lambda: None)
-        clock.run(lambda end=generated + seconds: clock.now >= end)  # type: ignore[misc]
-        for engine in engines:
-            engine.version = step + 1
-        figures.step_s.append(clock.now - begin)
-        figures.trainer_wait_s.append(generated - begin)
-        figures.tokens.append(tokens)
-        figures.lags[0] += tokens
-    return figures
 
 
 class Pipeline:

@@ -21,9 +21,8 @@ def test_every_trained_sample_can_be_followed_through_all_roles(run: Runner) -> 
     assert done.outcome.state == "finished", done.outcome.reason
     samples = {line["row_id"].rpartition("/")[0] for line in done.lines("samples.jsonl")}
     assert len(samples) == done.summary["trained"] == 4 * 8 * 16
-    assert broken_ways(done.folder, samples) == []
-    assert untraced_roles(done.folder, steps=4) == []
-    assert missing_times(done.summary) == problems == []
+    problems += broken_ways(done.folder, samples)[:3] + untraced_roles(done.folder, steps=4)
+    assert problems + missing_times(done.summary) == []
     events = trace_events(done.folder)
     assert {e["name"] for e in events if e.get("cat") == "sample"} == samples
     assert {e["args"]["name"] for e in events if e["name"] == "process_name"} == {

@@ -8,9 +8,10 @@ import pytest
 
 from relax.config.run import RunConfig
 from relax.config.simulation import EngineModelConfig, SimulationConfig
-from services.simulation.clock import Clock
-from services.simulation.engine import Sample, SimEngine
-from services.simulation.pipeline import Lengths, Pipeline, colocated, fitted, outcome
+from relax.simulation.clock import Clock
+from relax.simulation.engine import Sample, SimEngine
+from relax.simulation.turns import Lengths, colocated, fitted
+from services.simulation.pipeline import Pipeline, outcome
 
 PLAIN = EngineModelConfig(step_s=0.01, sequence_s=0.001, cached_token_s=0.0, prefill_token_s=0.1, slots=8, swap_s=2.0)
 

@@ -26,6 +26,19 @@ class Clock:
         if number is not None:
             self._cancelled.add(number)
 
+    def next_at(self) -> float | None:
+        """When the next event is due."""
+        while self._events and self._events[0][1] in self._cancelled:
+            self._cancelled.discard(heapq.heappop(self._events)[1])
+        return self._events[0][0] if self._events else None
+
+    def advance(self, to: float) -> None:
+        """Run what is due until `to`, each event at its own time; for a clock that follows another one."""
+        while (when := self.next_at()) is not None and when <= to:
+            self.now, _, action = heapq.heappop(self._events)
+            action()
+        self.now = max(self.now, to)
+
     def run(self, until: Callable[[], bool]) -> None:
         """Until `until()` or no event is left."""
         while self._events and not until():

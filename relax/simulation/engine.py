@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from relax.config.simulation import EngineModelConfig
-from services.simulation.clock import Clock
+from relax.simulation.clock import Clock
 
+LOGPROB = -1.0
+"""Of every token that a simulated engine draws and a simulated trainer scores: their gap is 0."""
 TOLERANCE = 1e-3
 """Of a token: what rounding of the clock may leave of a finished sequence."""
 
@@ -57,6 +59,16 @@ class SimEngine:
         self.version = version
         self._stall(self._config.swap_s if self._running else 0.0)
         self._plan()
+
+    def cancel(self, sequences: Sequence[Sample]) -> None:
+        """They end with what they have, and `finished` is not called."""
+        self._advance()
+        self._running = [sequence for sequence in self._running if sequence not in sequences]
+        self._plan()
+
+    @property
+    def running(self) -> Sequence[Sample]:
+        return tuple(self._running)
 
     def _stall(self, seconds: float) -> None:
         self._stalled_until = max(self._stalled_until, self._clock.now) + seconds
