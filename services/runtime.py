@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Iterator
@@ -105,28 +106,51 @@ async def call_when_up(app: str, method: str, *args: Any, deadline_s: float = ST
 
 
 class TimeSplit:
-    """Where a role's time goes. Seconds since the start, by kind; what is not booked is idle."""
+    """Where a role's time goes: seconds since the start by kind; what is not booked is idle.
+
+    What is still going on counts up to now, and a booking inside another one takes its place, so that the
+    shares of any stretch of time add up to 1. Any thread may ask; one books.
+    """
 
     KINDS = ("work_s", "wait_data_s", "wait_weights_s")
 
-    def __init__(self) -> None:
-        self._started = time.monotonic()
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._started = self._settled = clock()
         self._booked = dict.fromkeys(self.KINDS, 0.0)
+        self._share = dict.fromkeys(self.KINDS, 0.0)
+
+    def set_share(self, **shares: float) -> None:
+        """From now on each kind takes this part of the time, from 0 to 1; together at most 1."""
+        self._replace({**self._share, **shares})
 
     @contextlib.contextmanager
     def book(self, kind: str) -> Iterator[None]:
-        begin = time.monotonic()
+        around = self._replace({**dict.fromkeys(self.KINDS, 0.0), kind: 1.0})
         try:
             yield
         finally:
-            self._booked[kind] += time.monotonic() - begin
-
-    def add(self, kind: str, seconds: float) -> None:
-        self._booked[kind] += seconds
+            self._replace(around)
 
     def snapshot(self) -> dict[str, float]:
-        total = time.monotonic() - self._started
-        return {**self._booked, "idle_s": max(0.0, total - sum(self._booked.values()))}
+        with self._lock:
+            self._settle()
+            total = self._settled - self._started
+            return {**self._booked, "idle_s": max(0.0, total - sum(self._booked.values()))}
+
+    def _replace(self, shares: dict[str, float]) -> dict[str, float]:
+        """The shares until now."""
+        with self._lock:
+            self._settle()
+            before, self._share = self._share, shares
+            return before
+
+    def _settle(self) -> None:
+        now = self._clock()
+        for kind, share in self._share.items():
+            self._booked[kind] += share * (now - self._settled)
+        self._settled = now
 
 
 class RoleReporter:

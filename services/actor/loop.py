@@ -94,9 +94,10 @@ class TrainingLoop:
         self._start()
         self.reporter.state = "running"
         try:
-            while self.step < run.steps:
-                if not self._train_step():
-                    break
+            with self.reporter.time_split.book("work_s"):  # waits are booked inside it
+                while self.step < run.steps:
+                    if not self._train_step():
+                        break
         except TrainingStopped:
             self.reporter.state = "stopped"
             return
@@ -145,10 +146,9 @@ class TrainingLoop:
         if outcome.skipped:
             self.reporter.count("updates_skipped", outcome.skipped)
         version = PolicyVersion(self.version + 1)
-        with self.reporter.time_split.book("work_s"):
-            publish_begin = time.monotonic()
-            self._publish(version)
-            publish_s = time.monotonic() - publish_begin
+        publish_begin = time.monotonic()
+        self._publish(version)
+        publish_s = time.monotonic() - publish_begin
         self.step, self.version = self.step + 1, version
         committed = self.wait(
             commit_step(
@@ -181,9 +181,7 @@ class TrainingLoop:
             taken += len(lease.groups)
             remaining -= len(lease.groups)
             samples.add(lease, int(self.version))
-            begin = time.monotonic()
-            yield train_rows(lease, actor.algorithm)  # the step computes between two of these
-            self.reporter.time_split.add("work_s", time.monotonic() - begin)
+            yield train_rows(lease, actor.algorithm)
             self.reporter.count("rows", len(lease.rows))
 
     def _lease(self, slots_left: int, max_groups: int) -> Lease | None:

@@ -108,6 +108,7 @@ class RolloutInstance:
         self.version = NO_VERSION
         self.adopted = asyncio.Event()
         self.running_samples = 0
+        self.leasing = False
         self.freed = asyncio.Event()
         self.draining = False
         self._groups: set[asyncio.Task[None]] = set()
@@ -235,10 +236,7 @@ class RolloutInstance:
                 purposes=self.purposes,
                 rows_per_member=self.args.rollout.max_segments,
             )
-            begin = time.monotonic()
             answer = await self._lease(request)
-            if not self.running_samples:
-                self.reporter.time_split.add("wait_data_s", time.monotonic() - begin)
             if isinstance(answer, Closed):
                 self.reporter.state, self.reporter.waiting_for = "done", ""
                 return
@@ -248,6 +246,8 @@ class RolloutInstance:
     async def _lease(self, request: LeaseRequest) -> Lease | Empty | Closed:
         """Long poll, cut short by an adoption: what the old version may not lease, the new one may."""
         self.adopted.clear()
+        self.leasing = True
+        self._book_load()
         poll = asyncio.ensure_future(self.bus.lease(request, wait_s=LONG_POLL_S, keep=True))
         adoption = asyncio.ensure_future(self.adopted.wait())
         try:
@@ -256,18 +256,32 @@ class RolloutInstance:
                 return poll.result()
             return Empty("version")
         finally:
+            self.leasing = False
+            self._book_load()
             adoption.cancel()
             poll.cancel()  # a cancelled poll hands back what it was about to get
 
+    def _book_load(self) -> None:
+        """Work is the share of the slots in use; an instance with nothing to do waits for data while it leases."""
+        self.reporter.time_split.set_share(
+            work_s=min(1.0, self.running_samples / self.args.rollout.engine.slots),
+            wait_data_s=float(self.leasing and not self.running_samples),
+        )
+
+    def _add_running(self, samples: int) -> None:
+        self.running_samples += samples
+        self._book_load()
+        if samples < 0:
+            self.freed.set()
+
     def _start(self, lease: Lease) -> None:
         samples = sum(len(group.missing) for group in lease.groups)
-        self.running_samples += samples
+        self._add_running(samples)
         task = asyncio.create_task(self._run_lease(lease, samples))
         self._groups.add(task)
         task.add_done_callback(self._groups.discard)
 
     async def _run_lease(self, lease: Lease, samples: int) -> None:
-        begin = time.monotonic()
         left = samples
         prompts = {row.group_id: self._prompt(row) for row in lease.rows}
 
@@ -277,8 +291,7 @@ class RolloutInstance:
                 await self._sample(lease.lease_id, group, self._item(group, *prompts[group.group_id], k))
             finally:
                 left -= 1
-                self.running_samples -= 1
-                self.freed.set()
+                self._add_running(-1)
 
         try:
             async with holding(self.bus, lease):
@@ -289,11 +302,8 @@ class RolloutInstance:
             if not self.reporter.stopped.is_set():
                 self.reporter.fail(error)
         finally:
-            self.running_samples -= left
+            self._add_running(-left)
             self.freed.set()
-            self.reporter.time_split.add(
-                "work_s", (time.monotonic() - begin) * samples / self.args.rollout.engine.slots
-            )
 
     async def _sample(self, lease_id: str, group: GroupInfo, item: DataItem) -> None:
         k = item.sample_index
