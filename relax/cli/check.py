@@ -12,6 +12,7 @@ import psutil
 
 from relax.cli.cluster import port_is_free
 from relax.config.file import ConfigError, RunFile, eval_data, worst_group_bytes
+from relax.telemetry.trackers import missing_trackers
 from relax.types import RelaxError
 
 PROCESS_BYTES = 320 << 20
@@ -51,6 +52,7 @@ def check(file: RunFile, *, check_port: bool = True, run_dir: Path | None = None
     except RelaxError as error:
         problems += str(error).splitlines()
     problems += _check_plugins(file)
+    problems += missing_trackers(file.controller.trackers)
     http = file.serve.get("http_options") or {}
     host, port = http.get("host", "127.0.0.1"), int(http.get("port", 8000))
     if check_port and not port_is_free(host, port):

@@ -72,6 +72,9 @@ def view(status: dict[str, Any]) -> RenderableType:
     lines: list[RenderableType] = [done, numbers, roles]
     lines += [Text(sentence, style="bold red") for sentence in status.get("stalled", [])]
     lines += [
+        Text(f"tracker {name}: {trouble}", style="yellow") for name, trouble in status.get("tracker_errors", {}).items()
+    ]
+    lines += [
         Text(f"{role['instance']}: {role['error'].splitlines()[-1]}", style="red")
         for role in status.get("roles", [])
         if role["error"]

@@ -148,6 +148,30 @@ def logs(
 
 
 @app.command()
+def observe(
+    run_dir: RunDirArgument,
+    port: Annotated[int, typer.Option(help="Port of Prometheus on 127.0.0.1; 0: a free one")] = 0,
+    scrape_interval_s: Annotated[float, typer.Option(min=0.5, help="Ray itself exports every 10 s")] = 5.0,
+) -> None:
+    """Run Prometheus on a run, with its rules, until Ctrl-C; say how to point Grafana at it.
+
+    Configuration and data lie below RUN_DIR/prometheus.
+    """
+    from relax.cli.observe import become_prometheus, prepare
+    from relax.cli.run import fail
+
+    console = Console(soft_wrap=True)
+    try:
+        observation = prepare(run_dir, port, scrape_interval_s)
+    except RelaxError as error:
+        raise typer.Exit(fail(console, error)) from None
+    console.print(f"Prometheus: {observation.url}  (Ctrl-C ends it)", markup=False)
+    console.print("Grafana, with the dashboards 'Relax: Health' and 'Relax: Throughput':", markup=False)
+    console.print(f"  GF_PATHS_PROVISIONING={observation.provisioning} grafana server", markup=False)
+    become_prometheus(observation)
+
+
+@app.command()
 def simulate(
     file: FileArgument,
     overrides: SetOption = [],  # noqa: B006 (typer reads the default)

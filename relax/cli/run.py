@@ -274,6 +274,8 @@ def report_outcome(outcome: Outcome, run_dir: Path, console: Console) -> None:
     if outcome.summary:
         shown = {key: outcome.summary[key] for key in HEADLINE_KEYS if outcome.summary.get(key) is not None}
         console.print_json(json.dumps(shown))
+        for name, trouble in (outcome.summary.get("tracker_errors") or {}).items():
+            console.print(f"warning: tracker {name}: {trouble}", style="yellow", markup=False)
     for violation in outcome.violations:
         console.print(f"not met: {violation}", style="red", markup=False)
     if outcome.state != "finished":

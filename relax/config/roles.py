@@ -428,8 +428,21 @@ class ControllerConfig(StrictModel):
     """Fail the run on a stall instead of only reporting it."""
     logprob_gap_limit: Annotated[float, Field(gt=0)] | None = None
     """Stop when |trainer - engine| log-prob on the probe at equal version exceeds this (B8). None: only report."""
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    """Where the steps' records go beside metrics.jsonl and Prometheus; needs the extra `trackers`."""
+    wandb: WandbConfig = Field(default_factory=lambda: WandbConfig())
+    """Used with the tracker `wandb`."""
     expect: ExpectConfig = Field(default_factory=lambda: ExpectConfig())
     """What the finished run must show; the exit code of `relax run` tells."""
+
+
+class WandbConfig(StrictModel):
+    """Weights & Biases."""
+
+    mode: Literal["offline", "online"] = "offline"
+    """`offline` writes below the run folder and needs no network: `wandb sync` sends it later."""
+    project: Annotated[str, Field(min_length=1)] = "relax"
+    """W&B project of the run."""
 
 
 class ExpectConfig(StrictModel):

@@ -35,13 +35,14 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """`unit` is written as in the name's suffix; "1" has none."""
+    """`unit` is written as in the name's suffix; "1" has none. `labels`: what live state is divided by."""
 
     name: str
     unit: str
     help: str
     reduction: Reduction
     kind: Kind = Kind.GAUGE
+    labels: tuple[str, ...] = ()
 
     @property
     def prometheus(self) -> str:
@@ -113,15 +114,15 @@ _TABLE = (
     Metric("trainer_utilisation", "1", "train_compute_s over step_s", _MEAN, Kind.SHARE),
     # Groups and samples
     Metric("groups_trained", "groups", "Groups trained in the step", _SUM),
-    Metric("groups_filtered", "groups", "Groups filtered in the step", _SUM),
-    Metric("groups_dropped", "groups", "Groups dropped in the step", _SUM),
+    Metric("groups_filtered", "groups", "Groups filtered since the record of the step before", _SUM),
+    Metric("groups_dropped", "groups", "Groups dropped since the record of the step before", _SUM),
     Metric("zero_variance_groups", "groups", "Trained groups whose rewards are all equal", _SUM),
     Metric("produced", "samples", "Samples first made visible", _LAST, Kind.COUNTER),
     Metric("trained", "samples", "Samples trained", _LAST, Kind.COUNTER),
     Metric("dropped", "samples", "Samples dropped, filtered ones included", _LAST, Kind.COUNTER),
     Metric("queued", "samples", "Samples visible and not terminal", _LAST),
     Metric("bus_rows", "rows", "Rows that the bus holds", _LAST),
-    Metric("bus_bytes", "bytes", "Bytes that the bus holds, reservations included", _LAST),
+    Metric("bus_bytes", "bytes", "Bytes charged for the rows that the bus holds", _LAST),
     # Rewards
     Metric("reward_calls", "calls", "Reward calls answered", _SUM, Kind.COUNTER),
     Metric("reward_failures", "calls", "Reward calls that failed, timed out or crashed", _SUM, Kind.COUNTER),
@@ -135,7 +136,7 @@ OWN_PREFIX = "own_"
 METRICS: Mapping[str, Metric] = MappingProxyType({metric.name: metric for metric in _TABLE})
 
 ROUNDING = 1e-9
-"""Two clocks read one after the other may put a share this far over 1."""
+"""Two clocks read one after the other may put a share this far over 1; a difference of sums as far below 0."""
 
 
 def validate(record: Mapping[str, float]) -> None:
@@ -190,9 +191,15 @@ def _problem(name: str, value: object) -> str | None:
     metric = metric_named(name)
     if metric is None:
         return f"unknown metric {name!r}; own ones begin with '{OWN_PREFIX}'"
+    return problem_with(metric, value)
+
+
+def problem_with(metric: Metric, value: object) -> str | None:
+    """Why the metric cannot take this value; None when it can."""
+    name = metric.name
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return f"{name} is {value!r}, which is no finite number"
-    if metric.kind is Kind.SHARE and not 0 <= value <= 1 + ROUNDING:
+    if metric.kind is Kind.SHARE and not -ROUNDING <= value <= 1 + ROUNDING:
         return f"{name} is {value:g}; a share lies between 0 and 1"
     if metric.kind is Kind.COUNTER and value < 0:
         return f"{name} is {value:g}; a counter is never negative"

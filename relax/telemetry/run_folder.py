@@ -7,7 +7,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from itertools import islice
 from pathlib import Path
@@ -64,8 +64,14 @@ class RunFolder:
     def report_path(self) -> Path:
         return self.path / "report.html"
 
+    @property
+    def targets_path(self) -> Path:
+        """What Prometheus scrapes, in its file service discovery format."""
+        return self.path / "prometheus_targets.json"
+
     def read_place(self) -> dict[str, Any]:
-        """Where the run can be reached: `url` of its API, `logs` of its services, `ray_folder` of a private Ray."""
+        """Where the run can be reached: `url` of its API, `logs` of its services, `ray_folder` of a private Ray,
+        `metrics`: host:port of each node's Prometheus endpoint."""
         if not self.place_path.exists():
             return {}
         place: dict[str, Any] = json.loads(self.place_path.read_text())
@@ -74,6 +80,12 @@ class RunFolder:
     def write_place(self, **facts: Json) -> None:
         """Add to what `read_place` returns."""
         self.write_text(self.place_path, json.dumps({**self.read_place(), **facts}, indent=2) + "\n")
+
+    def write_targets(self, targets: Sequence[str], run: str) -> None:
+        """`targets`: host:port of each node's Prometheus endpoint; every series scraped there gets the label `run`."""
+        groups = [{"targets": list(targets), "labels": {"run": run}}]
+        self.write_text(self.targets_path, json.dumps(groups, indent=2) + "\n")
+        self.write_place(metrics=list(targets))
 
     def write_config(self, config: Mapping[str, Json]) -> None:
         """The resolved configuration, defaults included."""

@@ -121,6 +121,7 @@ class Status(BaseModel):
     restarts_unasked: int = 0
     summary: dict[str, Any] | None = Field(default=None, description="Present once finished or failed")
     violations: list[str] = Field(default_factory=list, description="Expectations that the finished run broke")
+    tracker_errors: dict[str, str] = Field(default_factory=dict, description="Trackers that lost records, and why")
 
 
 class Health(BaseModel):

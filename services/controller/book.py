@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +11,13 @@ from relax.config.file import ControllerArgs
 from relax.control.watchdog import BusSnapshot, LeaseSnapshot, RoleSnapshot
 from services import names
 from services.controller.api import AdoptionReport, EvalReport, Heartbeat, RoleView
+from services.controller.pace import Pace
 
 ADOPTION_ATTEMPTS = 10
 """Failed adoptions of an instance that has never held weights, after which it counts as unable to."""
+
+
+REWARD_COUNTERS = ("reward_calls", "reward_failures", "reward_retries", "reward_worker_restarts")
 
 
 def bus_snapshot(stats: BusStats, now: float) -> BusSnapshot:
@@ -29,6 +34,11 @@ def _cannot_adopt(beat: Heartbeat) -> bool:
     return "version" not in beat.facts and beat.counters.get("adoptions_failed", 0) >= ADOPTION_ATTEMPTS
 
 
+def _add_to(total: dict[str, float], more: Mapping[str, float]) -> None:
+    for name, value in more.items():
+        total[name] = total.get(name, 0.0) + value
+
+
 @dataclass(slots=True)
 class ReplicaAccount:
     """One role or instance over its restarts."""
@@ -38,16 +48,27 @@ class ReplicaAccount:
     progress_at: float
     restarts: int = 0
     past_split: dict[str, float] = field(default_factory=dict)
+    past_counters: dict[str, float] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
 
     def update(self, beat: Heartbeat, now: float) -> None:
         if beat.replica_id != self.beat.replica_id:
             self.restarts += 1
-            for kind, seconds in self.beat.time_split.items():
-                self.past_split[kind] = self.past_split.get(kind, 0.0) + seconds
+            _add_to(self.past_split, self.beat.time_split)
+            _add_to(self.past_counters, self.beat.counters)
+            self.pace = Pace()
             self.progress_at = now
         elif beat.counters != self.beat.counters or beat.state != self.beat.state:
             self.progress_at = now
         self.beat, self.seen_at = beat, now
+        self.observe_pace()
+
+    def observe_pace(self) -> None:
+        self.pace.observe(self.beat.time_split, self.beat.counters.get("tokens", 0.0))
+
+    def counter(self, name: str) -> float:
+        """Since the start of the run, over restarts."""
+        return self.past_counters.get(name, 0.0) + self.beat.counters.get(name, 0.0)
 
     def time_split(self) -> dict[str, float]:
         kinds = {**self.past_split, **self.beat.time_split}
@@ -70,6 +91,7 @@ class RunBook:
     evals: dict[str, EvalReport] = field(default_factory=dict)
     asked_restarts: int = 0
     _engine_busy_s: float = 0.0
+    _groups_ended: dict[str, float] = field(default_factory=dict)
 
     def expected_roles(self) -> list[str]:
         roles = [names.DCS, names.ROLLOUT, names.ACTOR]
@@ -79,7 +101,8 @@ class RunBook:
     def record_beat(self, beat: Heartbeat, now: float) -> None:
         account = self.replicas.get(beat.instance)
         if account is None:
-            self.replicas[beat.instance] = ReplicaAccount(beat, now, now)
+            account = self.replicas[beat.instance] = ReplicaAccount(beat, now, now)
+            account.observe_pace()
         else:
             account.update(beat, now)
 
@@ -184,6 +207,10 @@ class RunBook:
             for name, account in self.replicas.items()
         ]
 
+    def counter(self, role: str, name: str) -> float:
+        """A counter of all replicas of a role, since the start of the run."""
+        return sum(account.counter(name) for account in self.replicas.values() if account.beat.role == role)
+
     def instance_means(self, name: str) -> float:
         """Mean of one fact over the rollout instances; 0 without any."""
         values = [
@@ -205,4 +232,10 @@ class RunBook:
         busy_s = self.instance_means("busy_s")
         joined["engine_busy_s"] = max(0.0, busy_s - self._engine_busy_s)  # a restarted engine counts from 0
         self._engine_busy_s = busy_s
+        for name in ("groups_filtered", "groups_dropped"):
+            ended = self.counter(names.ROLLOUT, name)
+            joined[name] = ended - self._groups_ended.get(name, 0.0)
+            self._groups_ended[name] = ended
+        if self.args.run.generates:
+            joined |= {name: self.counter(names.REWARD, name) for name in REWARD_COUNTERS}
         return joined

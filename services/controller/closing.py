@@ -64,11 +64,18 @@ def final_facts(book: RunBook, stats: BusStats | None, wall_s: float) -> FinalFa
 
 
 def close_run(
-    book: RunBook, folder: RunFolder, stats: BusStats | None, wall_s: float, state: RunState, reason: str
+    book: RunBook,
+    folder: RunFolder,
+    stats: BusStats | None,
+    wall_s: float,
+    state: RunState,
+    reason: str,
+    tracker_errors: dict[str, str],
 ) -> Closed:
     """Write summary and report. Expectations are checked on a finished run only."""
     facts = final_facts(book, stats, wall_s)
     summary = build_summary(book.steps, facts, seed=book.args.run.seed)
+    summary["tracker_errors"] = tracker_errors
     summary["evals"] = [eval_json(report) for report in book.evals.values()]
     summary = {"run": book.args.run.name, "state": state.value, "reason": reason or None, **summary}
     violations = []

@@ -14,6 +14,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
 
 from bus.client import BusClient
 from bus.errors import BusError
@@ -23,7 +24,9 @@ from relax.config.file import ROLES, ControllerArgs
 from relax.control.runstate import RunState, RunStatus
 from relax.control.watchdog import find_stall
 from relax.telemetry.metrics import validate
-from relax.telemetry.run_folder import RunFolder
+from relax.telemetry.run_folder import RunFolder, RunFolderError
+from relax.telemetry.sinks import MetricSinks, RunFolderSink
+from relax.telemetry.trackers import build_trackers
 from services import names
 from services.controller.api import (
     Accepted,
@@ -38,11 +41,17 @@ from services.controller.api import (
 )
 from services.controller.book import RunBook, bus_snapshot
 from services.controller.closing import close_run, eval_json, stats_json
+from services.controller.exporter import LiveExport, RayMetrics, metrics_endpoints
 from services.runtime import ServiceUnavailable, call, run_folder_path, serve_place
 
 logger = logging.getLogger("ray.serve")
 api = FastAPI(title="Relax control API", version="1")
 TICK_S = 0.5
+ENDPOINTS_EVERY_S = 15.0
+"""Nodes that join or leave are in the list that Prometheus reads after at most this time."""
+ENDPOINTS_DEADLINE_S = 10.0
+TRACKERS_DEADLINE_S = 10.0
+"""For all trackers to write what they have, at the end of the run."""
 STATE_FILE = "state.json"
 
 
@@ -79,6 +88,12 @@ class Controller:
             "controller": args.controller.model_dump(mode="json"),
         }
         self.book = RunBook(args, time.monotonic())
+        ray_metrics = RayMetrics(args.run.name)
+        self.live = LiveExport(ray_metrics)
+        self.sinks = MetricSinks(
+            [RunFolderSink(self.folder), ray_metrics],
+            build_trackers(args.controller, args.run.name, self.run_id, self.folder.path),
+        )
         self.run = RunStatus()
         self.wall_started = time.monotonic()
         self.stalled: list[str] = []
@@ -106,7 +121,8 @@ class Controller:
             deadline_s=60.0,
             rows=False,
         )
-        self._task = asyncio.get_running_loop().create_task(self._supervise())
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._supervise()), loop.create_task(self._keep_endpoints())]
 
     async def check_health(self) -> None:
         if self._error is not None:
@@ -133,7 +149,7 @@ class Controller:
         joined = self.book.complete_record(record, await self._stats())
         validate(joined)
         if self.book.record_step(joined):
-            await asyncio.to_thread(self.folder.append_metrics, joined)
+            await asyncio.to_thread(self.sinks.write, joined)
 
     async def report_samples(self, samples: list[SampleRecord]) -> None:
         await asyncio.to_thread(self.folder.append_samples, samples)
@@ -164,6 +180,7 @@ class Controller:
             restarts_unasked=self.book.restarts(),
             summary=self.summary,
             violations=self.violations,
+            tracker_errors=self.sinks.troubles(),
         )
 
     @api.get("/api/v1/health", response_model=Health)
@@ -224,6 +241,7 @@ class Controller:
                 )
         if not self.run.ended:
             self._watch(now)
+            self._export_live(now)
             if self.stalled and self.args.controller.stall_stops_run:
                 await self._end(RunState.FAILED, "; ".join(self.stalled))
 
@@ -236,6 +254,31 @@ class Controller:
             logger.warning("%s", stall.text())
         self.stalled = [] if stall is None else [stall.text()]
 
+    def _export_live(self, now: float) -> None:
+        engine = self.config.get("rollout", {}).get("engine", {})
+        self.live.export(
+            self.book,
+            self.bus_stats,
+            self.run.state,
+            self.stalled,
+            {tracker.name: tracker.errors for tracker in self.sinks.trackers},
+            engine.get("dtype", "float32"),
+            now,
+        )
+
+    async def _keep_endpoints(self) -> None:
+        """The list of what Prometheus scrapes follows the nodes of the cluster."""
+        known: list[str] = []
+        while not self.run.ended:
+            try:
+                found = await asyncio.wait_for(asyncio.to_thread(metrics_endpoints), ENDPOINTS_DEADLINE_S)
+                if found != known:
+                    await asyncio.to_thread(self.folder.write_targets, found, self.args.run.name)
+                    known = found
+            except (TimeoutError, RayError, RunFolderError) as error:
+                logger.warning("metrics endpoints not listed: %s", error or type(error).__name__)
+            await asyncio.sleep(ENDPOINTS_EVERY_S)
+
     async def _stats(self) -> dict[str, Any]:
         self.bus_stats = await self.bus.stats()
         self.bus_stats_at = time.monotonic()
@@ -246,11 +289,20 @@ class Controller:
         async with self._closing:
             if self.run.ended:
                 return
+            await asyncio.to_thread(self.sinks.close, TRACKERS_DEADLINE_S)
             closed = await asyncio.to_thread(
-                close_run, self.book, self.folder, self.bus_stats, time.monotonic() - self.wall_started, state, reason
+                close_run,
+                self.book,
+                self.folder,
+                self.bus_stats,
+                time.monotonic() - self.wall_started,
+                state,
+                reason,
+                self.sinks.troubles(),
             )
             self.summary, self.violations = closed.summary, closed.violations
             self.run = self.run.move(state, reason)
+            self._export_live(time.monotonic())
             if state is RunState.FAILED:
                 logger.error("run failed: %s", reason)
 

@@ -59,12 +59,23 @@ class Reward:
         self.bus = await BusClient.connect(
             info.bus, owner=self.reporter.owner, role=names.REWARD, config=args.run.bus, deadline_s=60.0
         )
+        self.reporter.refresh = self._refresh
         self.reporter.state = "running"
         self.reporter.spawn(self._loop)
         self.reporter.spawn(self._report_loop)
 
     async def check_health(self) -> None:
         self.reporter.check()
+
+    def _refresh(self) -> None:
+        counted = self.pool.counters
+        self.reporter.counters.update(
+            reward_calls=counted.calls,
+            reward_failures=counted.calls - counted.by_state[RewardState.OK],
+            reward_retries=counted.retries.total(),
+            reward_worker_restarts=counted.worker_restarts.total(),
+        )
+        self.reporter.facts["failed_share"] = self.failures.share
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Score one response with the run's reward; nothing is stored."""

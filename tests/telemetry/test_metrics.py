@@ -1,6 +1,11 @@
+import re
+from pathlib import Path
+
 import pytest
 
+from relax.telemetry.live import LIVE
 from relax.telemetry.metrics import METRICS, Kind, MetricError, Reduction, reduce, reduce_records, validate
+from relax.telemetry.reference import reference
 
 
 def test_an_unknown_metric_is_refused() -> None:
@@ -78,3 +83,21 @@ def test_prometheus_names_are_legal_and_unique() -> None:
 def test_every_metric_explains_itself() -> None:
     """behaviour: B42"""
     assert all(metric.help and metric.unit for metric in METRICS.values())
+
+
+def test_every_metric_of_the_tables_is_written_by_some_code() -> None:
+    """behaviour: B42"""
+    root = Path(__file__).parents[2]
+    tables = (root / "relax" / "telemetry", root / "relax" / "cli")
+    files = [path for package in ("relax", "services") for path in (root / package).rglob("*.py")]
+    written = "\n".join(
+        path.read_text() for path in files if not path.is_relative_to(tables[0]) and not path.is_relative_to(tables[1])
+    )
+    named = set(re.findall(r'"([a-z0-9_]+)"', written)) | set(re.findall(r"\b([a-z0-9_]+)=", written))
+    assert sorted((METRICS.keys() | LIVE.keys()) - named) == []
+
+
+def test_the_page_of_metrics_is_up_to_date() -> None:
+    """behaviour: B42"""
+    page = Path(__file__).parents[2] / "docs" / "metrics.md"
+    assert page.read_text() == reference(), "python -m relax.telemetry.reference > docs/metrics.md"
