@@ -26,6 +26,10 @@ OPTIONAL_COLUMNS = (
 """Of `TrainBatch` and `TrainRow`: there for all rows of a batch or for none."""
 
 
+class NotSaved(RelaxError):
+    """A model or a trainer's state could not be written; says where and why."""
+
+
 class NonFiniteUpdate(RelaxError):
     """Loss or gradient was not finite; parameters and optimizer state are unchanged (B45)."""
 
@@ -123,13 +127,13 @@ class TrainingBackend(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Model, optimizer, schedule and RNG into an existing empty folder."""
+        """Model, optimizer, schedule and RNG into an existing empty folder. Raises `NotSaved`."""
         ...
 
     def load(self, folder: Path) -> None: ...
 
     def export(self, folder: Path) -> None:
-        """A Hugging Face folder (weights, config, tokenizer) that `AutoModelForCausalLM` loads."""
+        """A Hugging Face folder (weights, config, tokenizer) that `AutoModelForCausalLM` loads. Raises `NotSaved`."""
         ...
 
     def describe(self) -> Mapping[str, Json]: ...

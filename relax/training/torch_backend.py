@@ -14,7 +14,7 @@ from torch import Tensor
 from relax.config.roles import ActorConfig
 from relax.training.base import TrainBatch
 from relax.training.scoring import Scorer
-from relax.training.torch_trainer import TorchTrainer
+from relax.training.torch_trainer import TorchTrainer, saving
 from relax.types import Json, ModelError
 
 _TOKENIZER_FILES = (
@@ -65,11 +65,12 @@ class TorchBackend(TorchTrainer):
         return self._score(tokens.to(self.device), wanted, temperature.to(self.device))
 
     def export(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._model.save_pretrained(folder)  # type: ignore[operator]
-        for pattern in _TOKENIZER_FILES:
-            for path in self._folder.glob(pattern):
-                shutil.copy2(path, folder / path.name)
+        with saving(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._model.save_pretrained(folder)  # type: ignore[operator]
+            for pattern in _TOKENIZER_FILES:
+                for path in self._folder.glob(pattern):
+                    shutil.copy2(path, folder / path.name)
 
     def describe(self) -> Mapping[str, Json]:
         return {

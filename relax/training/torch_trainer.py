@@ -6,16 +6,18 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from relax.config.roles import OptimConfig
-from relax.training.base import OPTIONAL_COLUMNS, LossFn, LossOutput, NonFiniteUpdate, StepResult, TrainBatch
+from relax.training.base import OPTIONAL_COLUMNS, LossFn, LossOutput, NonFiniteUpdate, NotSaved, StepResult, TrainBatch
 from relax.training.schedule import learning_rate
 from relax.types import ModelError
 
@@ -23,6 +25,15 @@ STATE_SCHEMA = 1
 
 Score = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(tokens, wanted, temperature) -> two float32 [R, T], 0 where not wanted: what the loss function gets."""
+
+
+@contextmanager
+def saving(folder: Path) -> Iterator[None]:
+    """The writers of safetensors and torch have errors of their own for a disk that is full: `NotSaved` for all."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError, OSError) as error:
+        raise NotSaved(f"cannot write {folder}: {error}") from error
 
 
 class TorchTrainer:
@@ -110,14 +121,16 @@ class TorchTrainer:
             yield name, parameter.detach()
 
     def save(self, folder: Path) -> None:
-        save_file({name: tensor.contiguous() for name, tensor in self.state_tensors()}, folder / "model.safetensors")
         state = {
             "schema": STATE_SCHEMA,
             "updates": self._updates,
             "moments": self._optimizer.state_dict()["state"],
             "rng": torch.get_rng_state(),
         }
-        torch.save(state, folder / "trainer.pt")
+        with saving(folder):
+            tensors = {name: tensor.contiguous() for name, tensor in self.state_tensors()}
+            save_file(tensors, folder / "model.safetensors")
+            torch.save(state, folder / "trainer.pt")
 
     def load(self, folder: Path) -> None:
         """Raises `ModelError` when the folder is not a state of this model; nothing is changed then."""

@@ -8,15 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
 from bus.records import Lease, Row
 from relax.config.file import ActorArgs
 from relax.data.tokenizer import Tokenizer
 from relax.dump.compare import WEIGHTS_AFTER, WEIGHTS_BEFORE
 from relax.dump.files import CRITIC, DUMPS, MODEL, STATE, publish, staging_folder
 from relax.dump.provenance import provenance
-from relax.dump.record import BY_NAME, DumpError, RowDump, StepDump
+from relax.dump.record import BY_NAME, RowDump, StepDump
 from relax.dump.recorder import Recorder, RecordingBackend, RecordingCritic, result_numbers, with_computed
 from relax.rollout.conversation import RESPONSE
 from relax.telemetry.run_folder import RunFolder
@@ -111,15 +109,12 @@ class StepDumper:
             self._open = None
 
     def _save_models(self, staging: Path) -> None:
-        try:
-            self._backend.export(staging / MODEL)
-            (staging / STATE).mkdir()
-            self._backend.save(staging / STATE)
-            if self._critic is not None:
-                (staging / CRITIC).mkdir()
-                self._critic.save(staging / CRITIC)
-        except (SafetensorError, RuntimeError) as error:  # a full disk, from the writers of safetensors and torch
-            raise DumpError(f"the models cannot be saved to {staging}: {error}") from error
+        self._backend.export(staging / MODEL)
+        (staging / STATE).mkdir()
+        self._backend.save(staging / STATE)
+        if self._critic is not None:
+            (staging / CRITIC).mkdir()
+            self._critic.save(staging / CRITIC)
 
     def _values(self, row: Row) -> dict[str, Any]:
         mask = row.array("loss_mask")

@@ -9,7 +9,7 @@ import torch
 
 from relax.algorithms import build_loss
 from relax.config.algorithm import AlgorithmConfig
-from relax.training.base import LossOutput, TrainBatch
+from relax.training.base import LossOutput, NotSaved, TrainBatch
 from relax.training.batching import TrainRow, make_batches
 from relax.training.torch_backend import TorchBackend
 from relax.types import ModelError
@@ -252,3 +252,13 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ModelError, match=str(tmp_path)):
         TorchBackend(ActorConfig(), tmp_path, 1, seed=1, threads=1)
+
+
+@pytest.mark.parametrize("blocked", ["model.safetensors", "trainer.pt"])
+def test_a_state_that_cannot_be_written_is_one_clear_error(
+    blocked: str, tmp_path: Path, make_backend: MakeBackend
+) -> None:
+    """behaviour: B47. The writers of safetensors and torch each have an error of their own."""
+    (tmp_path / blocked).mkdir()
+    with pytest.raises(NotSaved, match=f"cannot write {tmp_path}"):
+        make_backend().save(tmp_path)
