@@ -63,14 +63,16 @@ def test_instances_that_see_no_memory_of_the_trainer_adopt_its_weights(
     assert not [name for name in done.counters("dcs") if name.startswith("tcp_refused")]
     # Where the weights were while it ran is where nothing of them is now; and never on this machine's own memory.
     assert nodes.shm(nodes.head) == nodes.shm(nodes.away) == []
-    assert not [name for name in os.listdir("/dev/shm") if name.startswith("relax-tiny-")]
+    run_id = json.loads((folder / "state.json").read_text())["run_id"]
+    assert not [name for name in os.listdir("/dev/shm") if run_id in name]
 
 
 def test_an_instance_that_cannot_reach_the_weights_ends_the_run_and_says_which_key_to_set(
     nodes: TwoNodes, on_head: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"
-    done = nodes.run(folder, on_head, *EASY, *AWAY, "run.steps=3", f"run.run_dir={folder}", deadline_s=420)
+    settings = [*EASY, *AWAY, "run.steps=3", "rollout.instances=1", f"run.run_dir={folder}"]
+    done = nodes.run(folder, on_head, *settings, deadline_s=420)
     assert done.exit_code == 1
     reason = json.loads((folder / "summary.json").read_text())["reason"]
     assert "127.0.0.1" in reason and "set dcs.host" in reason, done.output
