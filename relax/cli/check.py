@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -15,6 +16,10 @@ from relax.config.file import ConfigError, RunFile, eval_data, worst_group_bytes
 from relax.telemetry.trackers import missing_trackers
 from relax.types import RelaxError
 
+if TYPE_CHECKING:
+    from relax.data.tokenizer import Tokenizer
+
+POLICY, REFERENCE, CRITIC = "run.model", "ref.path", "actor.critic.path"
 PROCESS_BYTES = 320 << 20
 """Proportional memory of one replica with torch and transformers loaded (measured)."""
 LIGHT_PROCESS_BYTES = 120 << 20
@@ -46,9 +51,9 @@ class CheckReport:
 def check(file: RunFile, *, check_port: bool = True, run_dir: Path | None = None) -> CheckReport:
     """Model, data, plugins, port, memory, disk. Raises `ConfigError` with every problem found."""
     problems: list[str] = []
-    parameters = 0
+    sizes = {POLICY: 0}
     try:
-        parameters = _check_model_and_data(file)
+        sizes = _check_model_and_data(file)
     except RelaxError as error:
         problems += str(error).splitlines()
     problems += _check_plugins(file)
@@ -59,7 +64,7 @@ def check(file: RunFile, *, check_port: bool = True, run_dir: Path | None = None
         problems.append(
             f"http_options: port {port} on {host} is in use: choose another (--set serve.http_options.port=N)"
         )
-    report = plan(file, parameters)
+    report = plan(file, sizes)
     memory = psutil.virtual_memory()
     if report.memory_bytes > memory.total:
         problems.append(
@@ -80,8 +85,8 @@ def check(file: RunFile, *, check_port: bool = True, run_dir: Path | None = None
     return report
 
 
-def _check_model_and_data(file: RunFile) -> int:
-    """Number of parameters. Builds the prompt source and reads its first prompts."""
+def _check_model_and_data(file: RunFile) -> dict[str, int]:
+    """Parameters of the policy and of the run's other models. Builds the prompt source and reads its first prompts."""
     import tempfile
 
     from relax.data.models import count_parameters, ensure_model
@@ -104,7 +109,35 @@ def _check_model_and_data(file: RunFile) -> int:
             build_eval_set(
                 eval_data(file.rollout), evaluation.seed, evaluation.prompts, tokenizer, file.run.max_prompt_tokens
             )
-        return count_parameters(model)
+        return {POLICY: count_parameters(model), **_check_other_models(file, tokenizer)}
+
+
+def _check_other_models(file: RunFile, tokenizer: Tokenizer) -> dict[str, int]:
+    """Parameters of each model that is given by its folder. Raises `ConfigError` that names the key of a wrong one."""
+    from relax.data.models import count_parameters, validate_model_folder
+    from relax.data.tokenizer import Tokenizer, check_same_vocabulary
+
+    teachers = {} if file.ref is None else {f"ref.teachers.{name}": t.path for name, t in file.ref.teachers.items()}
+    folders: dict[str, str | None] = {
+        **teachers,
+        REFERENCE: None if file.ref is None else file.ref.path,
+        CRITIC: None if file.actor.critic is None else file.actor.critic.path,
+    }
+    sizes: dict[str, int] = {}
+    problems: list[str] = []
+    for key, folder in folders.items():
+        if folder is None:
+            continue
+        try:
+            validate_model_folder(Path(folder))
+            if key in teachers:
+                check_same_vocabulary(tokenizer, Tokenizer.load(Path(folder)))
+            sizes[key] = count_parameters(Path(folder))
+        except RelaxError as error:
+            problems.append(f"{key}: {error}")
+    if problems:
+        raise ConfigError(problems)
+    return sizes
 
 
 def _check_plugins(file: RunFile) -> list[str]:
@@ -140,8 +173,13 @@ def _check_plugins(file: RunFile) -> list[str]:
     return problems
 
 
-def plan(file: RunFile, parameters: int) -> CheckReport:
-    """Processes and memory by role. Adam keeps two moments beside weights and gradients (16 bytes a parameter)."""
+def plan(file: RunFile, sizes: Mapping[str, int]) -> CheckReport:
+    """Processes and memory by role. `sizes`: parameters by model, those of the policy for what is not there.
+
+    Adam keeps two moments beside weights and gradients (16 bytes a parameter).
+    """
+    parameters = sizes[POLICY]
+    trained = parameters + (0 if file.actor.critic is None else sizes.get(CRITIC, parameters))
     width = 2 if file.rollout.engine.dtype == "bfloat16" else 4
     cpus = {app["name"]: _num_cpus(app) for app in file.serve["applications"]}
     placements = [
@@ -153,7 +191,7 @@ def plan(file: RunFile, parameters: int) -> CheckReport:
             "actor",
             1,
             cpus["actor"],
-            PROCESS_BYTES + 16 * parameters * (1 if file.actor.critic is None else 2),
+            PROCESS_BYTES + 16 * trained,
             f"backend {file.actor.backend}" + ("" if file.actor.critic is None else ", with a critic"),
         ),
     ]
@@ -170,8 +208,14 @@ def plan(file: RunFile, parameters: int) -> CheckReport:
     if file.reward is not None:
         memory = LIGHT_PROCESS_BYTES * (1 + file.reward.workers)
         placements.append(Placement("reward", 1, cpus["reward"], memory, "killable workers"))
-    if file.run.use_ref:
-        placements.append(Placement("ref", 1, cpus["ref"], PROCESS_BYTES + 4 * parameters, "reference log-probs"))
+    if file.ref is not None and file.run.use_ref:
+        model = 4 * sizes.get(REFERENCE, parameters) if file.ref.reference else 0
+        placements.append(Placement("ref", 1, cpus["ref"], PROCESS_BYTES + model, "reference log-probs"))
+        for name, teacher in file.ref.teachers.items():
+            model = 4 * sizes.get(f"ref.teachers.{name}", parameters)
+            placements.append(
+                Placement(f"teacher {name}", 1, teacher.num_cpus, PROCESS_BYTES + model, "teacher log-probs")
+            )
     return CheckReport(
         placements=placements,
         parameters=parameters,

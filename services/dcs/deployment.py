@@ -72,6 +72,7 @@ class Dcs:
             self.run_dir / "checkpoints", keep=args.dcs.keep_checkpoints, reserve_bytes=args.dcs.reserve_bytes
         )
         self.published: PublishedVersion | None = None
+        self.pinned: PublishedVersion | None = None
         self._changed = asyncio.Condition()
         self._restore_published()
         self.reporter.state = "running"
@@ -160,9 +161,16 @@ class Dcs:
         published = self.published
         if published is not None:
             self.weights.pin(PolicyVersion(published.version))
+            self.pinned = published
         return published
 
+    async def newest_pinned(self) -> PublishedVersion | None:
+        """What an evaluator that comes up takes: the version of the round that is under way, else the newest."""
+        return self.pinned or self.published
+
     async def unpin(self, version: int) -> None:
+        if self.pinned is not None and self.pinned.version == version:
+            self.pinned = None
         self.weights.unpin(PolicyVersion(version))
 
     async def begin_checkpoint(self, step: int) -> str:

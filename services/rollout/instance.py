@@ -166,6 +166,8 @@ class RolloutInstance:
             newer: PublishedVersion | None = await call_when_up(
                 names.DCS, "wait_newer", int(self.version), WEIGHTS_POLL_S
             )
+            if newer is not None and self.evaluator:  # one that was replaced in the middle of a round
+                newer = await call_when_up(names.DCS, "newest_pinned")
             if newer is not None:
                 await self._adopt(newer)
 

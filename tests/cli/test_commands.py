@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from relax.cli.check import check
+from relax.cli.check import PROCESS_BYTES, check
 from relax.cli.main import app
 from relax.cli.run import document_for, prepare_run_dir
 from relax.config.file import ConfigError, load_run_file
+from relax.config.run import ModelConfig
+from relax.data.models import ensure_model
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "deploy" / "tiny_cpu.yaml"
@@ -62,6 +64,23 @@ def test_check_names_a_missing_model_folder(tmp_path: Path) -> None:
 def test_check_names_a_broken_model_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     assert "no weights" in checked(f"run.model={{kind: hf, path: {tmp_path}}}")
+
+
+DISTILLED = ("run.use_ref=true", "actor.algorithm={name: opd}", "rollout.teachers={default: math}")
+
+
+def test_check_looks_at_the_folders_of_teachers_reference_and_critic(tmp_path: Path) -> None:
+    none = tmp_path / "none"
+    words = checked(*DISTILLED, f"ref.path={none}", f"ref.teachers={{math: {{path: {none}}}}}")
+    assert "ref.path: " in words and "ref.teachers.math: " in words, words
+    assert "actor.critic.path: " in checked("actor.algorithm={name: ppo}", f"actor.critic={{path: {none}}}")
+
+
+def test_teachers_take_memory_of_their_own(tmp_path: Path) -> None:
+    folder = ensure_model(ModelConfig(), tmp_path / "teacher", 1)
+    file = load_run_file(TINY, [*DISTILLED, f"ref.teachers={{math: {{path: {folder}}}}}"])
+    roles = {item.role: item for item in check(file, check_port=False).placements}
+    assert roles["teacher math"].memory_bytes > PROCESS_BYTES
 
 
 def test_check_names_file_and_line_of_a_broken_row(tmp_path: Path) -> None:
