@@ -66,14 +66,21 @@ def test_check_names_a_broken_model_folder(tmp_path: Path) -> None:
     assert "no weights" in checked(f"run.model={{kind: hf, path: {tmp_path}}}")
 
 
-DISTILLED = ("run.use_ref=true", "actor.algorithm={name: opd}", "rollout.teachers={default: math}")
+DISTILLED = (
+    "run.use_ref=true",
+    "ref.reference=false",
+    "actor.algorithm={name: opd}",
+    "rollout.teachers={default: math}",
+)
 
 
 def test_check_looks_at_the_folders_of_teachers_reference_and_critic(tmp_path: Path) -> None:
     none = tmp_path / "none"
-    words = checked(*DISTILLED, f"ref.path={none}", f"ref.teachers={{math: {{path: {none}}}}}")
-    assert "ref.path: " in words and "ref.teachers.math: " in words, words
-    assert "actor.critic.path: " in checked("actor.algorithm={name: ppo}", f"actor.critic={{path: {none}}}")
+    assert "ref.teachers.math: " in checked(*DISTILLED, f"ref.teachers={{math: {{path: {none}}}}}")
+    assert "ref.path: " in checked(f"ref.path={none}")
+    assert "actor.critic.path: " in checked(
+        "actor.algorithm={name: ppo, kl: {coef: 0.01}}", f"actor.critic={{path: {none}}}"
+    )
 
 
 def test_teachers_take_memory_of_their_own(tmp_path: Path) -> None:
