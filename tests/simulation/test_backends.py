@@ -196,11 +196,11 @@ async def test_an_aborted_request_returns_what_it_has(start: Any) -> None:
 
 
 def test_a_training_step_takes_what_its_tokens_take(model: Path) -> None:
-    """2 batches of 2 x 9 sampled tokens at 2 ms of a GPU each, on 2 GPUs, and the update: 1.036 s, here in 1/20."""
+    """2 batches of 10 x 200 sampled tokens at 2 ms of a GPU each, on 2 GPUs, and the update: 5 s, here in 1/20."""
     backend = trainer(run_config(time_scale=20.0), model)
-    result = backend.step(iter([batch(2, 10), batch(2, 10)]), lambda *_: None)
-    assert (result.n_tokens, result.n_rows) == (36, 4)
-    assert result.compute_s >= 1.036 / 20
+    result = backend.step(iter([batch(10, 201), batch(10, 201)]), lambda *_: None)
+    assert (result.n_tokens, result.n_rows) == (4000, 20)
+    assert result.compute_s >= 5.0 / 20
     with pytest.raises(ValueError, match="at least one"):
         backend.step([], lambda *_: None)
 
