@@ -232,6 +232,8 @@ class SimulatedEngine:
 
     def status(self) -> EngineStatus:
         with self._wake:
+            self._clock.advance(self._now())
+            self._batch.settle()
             running = self._batch.running
             used = sum(sample.prompt + int(sample.done) for sample in running)
             return EngineStatus(

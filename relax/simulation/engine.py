@@ -60,6 +60,10 @@ class SimEngine:
         self._stall(self._config.swap_s if self._running else 0.0)
         self._plan()
 
+    def settle(self) -> None:
+        """Bring tokens and busy time up to this moment."""
+        self._advance()
+
     def cancel(self, sequences: Sequence[Sample]) -> None:
         """They end with what they have, and `finished` is not called."""
         self._advance()

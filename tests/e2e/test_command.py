@@ -14,6 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from e2e_support import EASY, RunCommand
+from e2e_traces import broken_ways, missing_times
+
+from relax.telemetry.trace import Tracer
+from relax.types import group_of
 
 pytestmark = [pytest.mark.ray]
 
@@ -69,6 +73,10 @@ def test_one_command_learns_accounts_for_every_sample_and_leaves_nothing(start: 
     assert all(line["version_lag_max"] <= 4 and line["logprob_gap_max"] <= 1e-4 for line in metrics)
     last = [s["reward"] for s in samples[-4 * 8 * 16 :]]  # of about the steps that reward_last is the mean of
     assert abs(sum(last) / len(last) - summary["reward_last"]) < 0.1
+    tracer = Tracer(json.loads((command.folder / "config.json").read_text())["run"]["trace_share"], "any", "any")
+    traced = {s["row_id"].rpartition("/")[0] for s in samples if tracer.traced(group_of(s["row_id"]))}
+    assert len(traced) > 1000 and broken_ways(command.folder, traced)[:3] == []
+    assert missing_times(summary) == []
     assert memory[0] < 4e9
     assert len(snapshots) > 10
     for bus in snapshots:
