@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from relax.config.roles import ControllerConfig, WandbConfig
 from relax.telemetry.metrics import metric_named
+from relax.telemetry.run_folder import RunFolder
 from relax.telemetry.sinks import Sink, Tracker
 
 TENSORBOARD, WANDB = "tensorboard", "wandb"
@@ -58,6 +60,10 @@ class WandbSink:
     """One W&B run of the run's own id. Offline it stays in the run folder; `wandb sync` sends it later."""
 
     def __init__(self, config: WandbConfig, run: str, run_id: str, run_dir: Path) -> None:
+        folder = RunFolder(run_dir)
+        # W&B reads these when it is loaded: nothing of it lies outside the run folder, and it calls nobody.
+        os.environ.setdefault("WANDB_CACHE_DIR", str(run_dir / WANDB / "cache"))
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
         self._wandb = wandb
@@ -67,6 +73,7 @@ class WandbSink:
             name=run,
             id=run_id,
             dir=str(run_dir),
+            config=folder.read_config() if folder.config_path.exists() else None,
             settings=wandb.Settings(
                 console="off", silent=True, disable_git=True, save_code=False, x_disable_stats=True, x_disable_meta=True
             ),

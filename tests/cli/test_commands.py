@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,6 +108,13 @@ def test_check_refuses_a_worker_without_step(tmp_path: Path) -> None:
 def test_check_refuses_an_unknown_reward_with_the_known_ones() -> None:
     words = checked("reward.parts=[{name: exakt}]")
     assert "exakt" in words and "exact" in words
+
+
+def test_check_names_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """behaviour: B40"""
+    monkeypatch.setitem(sys.modules, "wandb", None)  # how Python notes that there is no such module
+    words = checked("controller.trackers=[wandb]")
+    assert "controller.trackers: wandb is not installed" in words and "pip install" in words
 
 
 def test_check_refuses_a_run_that_does_not_fit_into_memory() -> None:
