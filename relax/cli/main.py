@@ -151,7 +151,7 @@ def logs(
 def observe(
     run_dir: RunDirArgument,
     port: Annotated[int, typer.Option(help="Port of Prometheus on 127.0.0.1; 0: a free one")] = 0,
-    scrape_interval_s: Annotated[float, typer.Option(min=0.5, help="Ray itself exports every 10 s")] = 5.0,
+    scrape_interval_s: Annotated[float, typer.Option(min=0.5, help="Ray itself exports every 10 s")] = 10.0,
 ) -> None:
     """Run Prometheus on a run, with its rules, until Ctrl-C; say how to point Grafana at it.
 

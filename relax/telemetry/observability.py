@@ -15,7 +15,8 @@ from relax.telemetry.rules import rules
 
 HEAD = "# Written by `python -m relax.telemetry.observability`: change relax/telemetry/{source} instead.\n"
 JOB = "relax"
-SCRAPE_INTERVAL_S = 5.0
+SCRAPE_INTERVAL_S = 10.0
+"""As often as Ray exports; its endpoint may need more than a second of a busy machine."""
 KEPT_SERIES = "ray_(relax|serve|node)_.*"
 """Of the thousands of series of a Ray node: ours, the state of Serve, and what the machine does."""
 DROPPED_LABELS = "otel_scope_.*|Version|SessionName|Component"

@@ -204,9 +204,12 @@ class Controller:
 
     async def _supervise(self) -> None:
         try:
-            while not self.run.ended:
+            while True:
                 await asyncio.sleep(TICK_S)
-                await self._tick(time.monotonic())
+                if self.run.ended:
+                    self._export_live(time.monotonic())  # until the services are taken down
+                else:
+                    await self._tick(time.monotonic())
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the supervisor border of this process

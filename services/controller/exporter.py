@@ -25,14 +25,17 @@ class RayMetrics:
     """Ray puts `ray_` before each name and exports every few seconds (RAY_metrics_report_interval_ms).
 
     Totals are gauges too: Ray's counters can neither show 0 nor be set to a total, and a series that only
-    begins with the first incident breaks alerts and panels.
+    begins with the first incident breaks alerts and panels. A gauge that is not set for two intervals vanishes,
+    so a step's values are set again with each live state.
     """
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._gauges: dict[str, Gauge] = {}
+        self._record: Mapping[str, float] = {}
 
     def write(self, record: Mapping[str, float]) -> None:
+        self._record = record
         for name, value in record.items():
             metric = metric_named(name)
             if metric is None:
@@ -40,6 +43,7 @@ class RayMetrics:
             self._gauge(metric).set(value, {RUN: self._run})
 
     def write_live(self, samples: Iterable[LiveSample]) -> None:
+        self.write(self._record)
         for sample in samples:
             self._gauge(LIVE[sample.name]).set(sample.value, {RUN: self._run, **sample.labels})
 

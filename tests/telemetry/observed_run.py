@@ -25,6 +25,7 @@ STEPS = 8
 OVERRIDES = [
     f"run.steps={STEPS}",
     "run.groups_per_step=4",
+    "actor.groups_per_lease=4",
     "run.group_size=4",
     "rollout.data.task=copy",
     "rollout.data.params={length: 1}",
@@ -83,11 +84,19 @@ def observed_run(folder: Path, log: Path) -> Iterator[ObservedRun]:
 class Prometheus:
     """`relax observe` as a user starts it."""
 
-    def __init__(self, run_dir: Path, log: Path) -> None:
+    def __init__(self, run_dir: Path, log: Path, scrape_interval_s: int) -> None:
         self._log = log
         with log.open("wb") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "relax.cli.main", "observe", str(run_dir), "--scrape-interval-s", "1"],
+                [
+                    sys.executable,
+                    "-m",
+                    "relax.cli.main",
+                    "observe",
+                    str(run_dir),
+                    "--scrape-interval-s",
+                    str(scrape_interval_s),
+                ],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "COLUMNS": "300"},
@@ -119,6 +128,9 @@ class Prometheus:
     def query(self, expression: str) -> list[dict[str, Any]]:
         result: list[dict[str, Any]] = self.get("query", query=expression)["result"]
         return result
+
+    def scrape_errors(self) -> list[str]:
+        return [target["lastError"] for target in self.get("targets")["activeTargets"] if target["lastError"]]
 
     def interrupt(self) -> int:
         """Ctrl-C, and its exit code."""

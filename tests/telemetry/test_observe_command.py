@@ -74,7 +74,7 @@ def test_prometheus_scrapes_the_run_s_nodes_keeps_our_labels_and_ends_with_ctrl_
     run_dir: Path, tmp_path: Path
 ) -> None:
     """behaviour: B42"""
-    prometheus = Prometheus(run_dir, tmp_path / "log")
+    prometheus = Prometheus(run_dir, tmp_path / "log", scrape_interval_s=1)
     try:
         (series,) = wait_until(lambda: prometheus.query("ray_relax_held_version"), 60.0, "the series")
         assert series["value"][1] == "3"
