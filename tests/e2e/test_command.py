@@ -44,7 +44,8 @@ def test_one_command_learns_accounts_for_every_sample_and_leaves_nothing(start: 
     behaviour: B2 B3 B8 B9 B15 B16 B34 B41
     """
     expect = "controller.expect={reward_first_max: 0.3, reward_last_min: 0.9, accuracy_last_min: 0.7}"
-    command = start("run.steps=110", "run.max_staleness=1", "actor.checkpoint_every=25", expect)
+    settled = "actor.optim.schedule=cosine"  # at a constant rate a digit is now and then unlearnt for some steps
+    command = start("run.steps=110", "run.max_staleness=1", "actor.checkpoint_every=25", settled, expect)
     snapshots, memory = [], []
     while command.running():
         status = command.status()
