@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from relax.checkpoint.store import CheckpointStore
-from relax.config.roles import ActorConfig
+from relax.config.actor import ActorConfig
 from relax.config.run import RunConfig
 from relax.data.models import ensure_model
 from relax.training.build import build_backend

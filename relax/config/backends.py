@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from relax.config.roles import ActorConfig, RolloutConfig
+from relax.config.actor import ActorConfig
+from relax.config.roles import RolloutConfig
 from relax.config.run import RunConfig
 
 

@@ -16,19 +16,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from relax.config.actor import ActorConfig
 from relax.config.backends import backend_problems
 from relax.config.base import StrictModel
+from relax.config.data import FILE_KINDS, DataConfig
 from relax.config.dump import step_ranges
-from relax.config.roles import (
-    FILE_KINDS,
-    ActorConfig,
-    ControllerConfig,
-    DataConfig,
-    DcsConfig,
-    RefConfig,
-    RewardConfig,
-    RolloutConfig,
-)
+from relax.config.roles import ControllerConfig, DcsConfig, RefConfig, RewardConfig, RolloutConfig
 from relax.config.run import RunConfig
 from relax.types import RelaxError
 

@@ -1,4 +1,4 @@
-"""The own section of each role."""
+"""The own section of each role; the actor's is in `relax.config.actor`."""
 
 from __future__ import annotations
 
@@ -6,98 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from relax.config.algorithm import AlgorithmConfig
 from relax.config.base import StrictModel
-from relax.config.dump import DumpConfig
+from relax.config.data import DataConfig
 from relax.types import SamplingParams
-
-
-class DifficultyConfig(StrictModel):
-    """Which rows of a file are asked, and in which order, by a measured share of right answers."""
-
-    key: str = "pass_rate"
-    """Number in the row's metadata: the share of right answers, in [0, 1]."""
-    low: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Rows below are left out (too hard)."""
-    high: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Rows above are left out (too easy)."""
-    order: Literal["none", "easy_first", "hard_first"] = "none"
-    """Curriculum: the order within each epoch; rows of one difficulty are shuffled as data.shuffle says."""
-
-    @model_validator(mode="after")
-    def _band(self) -> DifficultyConfig:
-        if self.low > self.high:
-            raise ValueError("data.difficulty.low must not be above data.difficulty.high")
-        return self
-
-
-FILE_KINDS = ("jsonl", "parquet", "dataset")
-
-
-class DataConfig(StrictModel):
-    """Where prompts come from."""
-
-    kind: Literal["toy", "jsonl", "parquet", "dataset", "reasoning_gym", "own", "mix"] = "toy"
-    """`toy`: built-in task; `jsonl`, `parquet`: a file; `dataset`: a folder that Hugging Face `datasets` saved;
-    `reasoning_gym`: a task of that package by name; `own`: a class by path; `mix`: several of these."""
-    name: str | None = None
-    """Name of the source, in group ids and for routing; default that of the task or file."""
-    task: str | None = None
-    """Toy task (reverse, copy, sort) or reasoning-gym task name."""
-    path: str | None = None
-    """File or folder of records with `prompt` (text) or `messages`, optional `label`, `metadata`, `response`, `chosen`
-    and `rejected`; for `own` the class, as `package.module:Class` or `path/to/file.py:Class`."""
-    split: str | None = None
-    """Split of a `dataset` folder that holds several."""
-    columns: dict[str, str] = Field(default_factory=dict)
-    """Key of a record -> column or key of the file that holds it, e.g. {prompt: question, label: answer}."""
-    size: Annotated[int, Field(ge=1)] = 4096
-    """Prompts in one epoch of a generated source."""
-    params: dict[str, Any] = Field(default_factory=dict)
-    """Parameters of the task or own class, e.g. {length: 3} for toys, the dataset's settings for reasoning-gym."""
-    sources: tuple[MixPart, ...] = ()
-    """Parts of a `mix`."""
-    difficulty: DifficultyConfig | None = None
-    """Filter and curriculum by difficulty, of files and own classes."""
-    system_prompt: str | None = None
-    """Put before the user's message in chat prompts."""
-    shuffle: bool = True
-    """Shuffle each epoch by (seed, epoch)."""
-    epochs: Annotated[int, Field(ge=1)] | None = None
-    """Passes over the data; the run ends when they are used up. None: as many as the steps need."""
-    on_bad_row: Literal["fail", "skip"] = "fail"
-    """A broken or over-long row stops the start with file and line, or is skipped and counted."""
-
-    @model_validator(mode="after")
-    def _fields_go_with_kind(self) -> DataConfig:
-        for field, kinds in (
-            ("path", (*FILE_KINDS, "own")),
-            ("task", ("toy", "reasoning_gym")),
-            ("sources", ("mix",)),
-        ):
-            given = bool(getattr(self, field))
-            if given != (self.kind in kinds):
-                allowed = " and ".join(f"'{kind}'" for kind in kinds)
-                raise ValueError(f"data.{field} is required with data.kind {allowed} and illegal with the others")
-        if self.split is not None and self.kind != "dataset":
-            raise ValueError("data.split goes with data.kind 'dataset'")
-        if self.columns and self.kind not in FILE_KINDS:
-            raise ValueError("data.columns goes with data.kind 'jsonl', 'parquet' and 'dataset'")
-        if self.difficulty is not None and self.kind not in (*FILE_KINDS, "own"):
-            raise ValueError("data.difficulty goes with files and own classes: give it to the part of a mix it means")
-        return self
-
-
-class MixPart(StrictModel):
-    """One source of a mix."""
-
-    weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the prompts, over the sum of all weights."""
-    data: DataConfig
-    """The source."""
-
-
-DataConfig.model_rebuild()
 
 
 class SamplingConfig(StrictModel):
@@ -300,96 +211,6 @@ class RefConfig(StrictModel):
     """Compute a prompt once for all its samples in a micro-batch. The numbers stay the same up to rounding."""
     rows_per_lease: Annotated[int, Field(ge=1)] = 64
     """Rows taken from the bus at once: what is ready, up to this."""
-
-
-class OptimConfig(StrictModel):
-    """AdamW."""
-
-    lr: Annotated[float, Field(ge=0)] = 1e-3
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Adam moments."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
-    """Adam epsilon."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Decoupled decay; not applied to vectors (norms, biases)."""
-    clip_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest global gradient norm."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Decay after warm-up, to `min_lr_ratio` at the last step."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Linear warm-up."""
-    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Final learning rate over the peak."""
-
-
-class WarmStartConfig(StrictModel):
-    """Short supervised training on labelled prompts before version 0 is published."""
-
-    steps: Annotated[int, Field(ge=0)] = 0
-    """0 is off."""
-    batch: Annotated[int, Field(ge=1)] = 64
-    """Prompts per step."""
-    lr: Annotated[float, Field(gt=0)] = 1e-3
-    """Learning rate."""
-    data: DataConfig | None = None
-    """Labelled prompts; required when steps > 0."""
-
-    @model_validator(mode="after")
-    def _data_when_on(self) -> WarmStartConfig:
-        if (self.steps > 0) != (self.data is not None):
-            raise ValueError("warm_start.data is required with warm_start.steps > 0 and illegal without")
-        return self
-
-
-class CriticConfig(StrictModel):
-    """The critic of advantage `gae`, hosted by the actor."""
-
-    path: str | None = None
-    """Folder of its starting model; default that of the policy."""
-    optim: OptimConfig = OptimConfig()
-    """Optimizer and schedule."""
-    value_clip: Annotated[float, Field(gt=0)] | None = 0.2
-    """How far a value may move in one step before its error counts unclipped no more; None is off."""
-    warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps in which the critic alone learns and the policy stands still."""
-
-
-class ActorConfig(StrictModel):
-    """Training."""
-
-    backend: str = "torch"
-    """`torch`, `simulated` (takes as long as run.simulation says, and learns nothing), or a class by import path."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    """Loss, advantages, corrections."""
-    trainer: str | None = None
-    """An own class in place of the built-in step: `package.module:Class` or `path/to/file.py:Class`."""
-    optim: OptimConfig = OptimConfig()
-    """Optimizer and schedule."""
-    critic: CriticConfig | None = None
-    """The critic; required by advantage `gae`."""
-    warm_start: WarmStartConfig = WarmStartConfig()
-    """Supervised steps before the first version."""
-    micro_batch_tokens: Annotated[int, Field(ge=1)] = 8192
-    """Padded tokens of one forward and backward."""
-    share_prompts: bool = True
-    """Compute a prompt once for all its samples in a micro-batch. The numbers stay the same up to rounding."""
-    groups_per_lease: Annotated[int, Field(ge=1)] | None = None
-    """Groups taken from the bus at once; default a quarter of a step."""
-    autocast_bf16: bool = False
-    """Matrix products in bfloat16 over float32 weights."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass."""
-    max_skipped_steps: Annotated[int, Field(ge=0)] = 3
-    """Consecutive updates that may be skipped for non-finite numbers before the run stops (B45)."""
-    publish_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of published weights; must equal rollout.engine.dtype, or their digests could not agree."""
-    export: bool = False
-    """Write the trained model as a Hugging Face folder `export` in the run folder at the end."""
-    checkpoint_every: Annotated[int, Field(ge=0)] = 0
-    """Steps between checkpoints; 0: only the last step."""
-    dump: DumpConfig = DumpConfig()
-    """Steps that are recorded."""
 
 
 class DcsConfig(StrictModel):

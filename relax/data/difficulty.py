@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax.config.roles import DifficultyConfig
+from relax.config.data import DifficultyConfig
 from relax.data.rows import Row, Rows
 from relax.types import DataError, Json
 

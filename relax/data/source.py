@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from relax.config.roles import FILE_KINDS, DataConfig
+from relax.config.data import FILE_KINDS, DataConfig
 from relax.data.difficulty import BandRows
 from relax.data.jsonl import JsonlRows
 from relax.data.mix import MixSource

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from relax.config.roles import ActorConfig
+from relax.config.actor import ActorConfig
 from relax.config.run import RunConfig
 from relax.plugins import load_class
 from relax.training.base import Critic, TrainingBackend

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from relax.config.roles import ActorConfig, CriticConfig
+from relax.config.actor import ActorConfig, CriticConfig
 from relax.training.scoring import ModelInputs
 from relax.training.torch_backend import enable_checkpointing
 from relax.training.torch_trainer import TorchTrainer

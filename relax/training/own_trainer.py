@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from relax.config.roles import ActorConfig
+from relax.config.actor import ActorConfig
 from relax.config.run import RunConfig
 from relax.plugins import PluginError, load_class, origin
 from relax.training.base import Critic, StepResult, TrainBatch, TrainingBackend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from relax.config.roles import OptimConfig
+from relax.config.actor import OptimConfig
 
 
 def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float:

@@ -33,8 +33,8 @@ from relax.algorithms import (
 )
 from relax.algorithms.ratios import m2_masks
 from relax.algorithms.value import ValueLoss
+from relax.config.actor import ActorConfig
 from relax.config.algorithm import AlgorithmConfig
-from relax.config.roles import ActorConfig
 from relax.config.run import RunConfig
 from relax.training.base import Critic, NonFiniteUpdate, StepResult, TrainBatch, TrainingBackend
 from relax.training.batching import TrainRow, make_batches

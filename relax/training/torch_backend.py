@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax.config.roles import ActorConfig
+from relax.config.actor import ActorConfig
 from relax.training.base import TrainBatch
 from relax.training.scoring import Scorer
 from relax.training.torch_trainer import TorchTrainer, saving

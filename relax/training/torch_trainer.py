@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from relax.config.roles import OptimConfig
+from relax.config.actor import OptimConfig
 from relax.training.base import OPTIONAL_COLUMNS, LossFn, LossOutput, NonFiniteUpdate, NotSaved, StepResult, TrainBatch
 from relax.training.schedule import learning_rate
 from relax.types import ModelError

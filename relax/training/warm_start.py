@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from relax.algorithms.supervised import SupervisedLoss
+from relax.config.actor import ActorConfig, OptimConfig
 from relax.config.algorithm import AlgorithmConfig
-from relax.config.roles import ActorConfig, OptimConfig
 from relax.training.base import StepResult, TrainingBackend
 from relax.training.batching import TrainRow, make_batches
 from relax.training.build import build_backend

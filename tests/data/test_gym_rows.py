@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from relax.config.roles import DataConfig
+from relax.config.data import DataConfig
 from relax.data.gym import GymRows, pack, score_answer, unpack
 from relax.data.source import build_eval_set, build_source
 from relax.data.tokenizer import Tokenizer

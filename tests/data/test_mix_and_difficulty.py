@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from relax.config.roles import DataConfig, DifficultyConfig
+from relax.config.data import DataConfig, DifficultyConfig
 from relax.data.source import PromptSource, build_source
 from relax.data.tokenizer import Tokenizer
 from relax.plugins import PluginError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relax.config.roles import DataConfig
+from relax.config.data import DataConfig
 from relax.data.source import EpochSource, build_eval_set, build_source, epoch_order
 from relax.data.tokenizer import Tokenizer
 from relax.types import DataError, Prompt

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from relax.config.roles import DataConfig
+from relax.config.data import DataConfig
 from relax.data.recorded import Recorded, recorded_trajectory
 from relax.data.source import build_source
 from relax.data.tokenizer import Tokenizer

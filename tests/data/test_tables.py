@@ -8,7 +8,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from relax.config.roles import DataConfig
+from relax.config.data import DataConfig
 from relax.data.rows import RowCheck
 from relax.data.source import build_source
 from relax.data.tables import TableRows

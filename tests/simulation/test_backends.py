@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from relax.config.actor import ActorConfig
 from relax.config.file import ConfigError, load_run_file
-from relax.config.roles import ActorConfig, EngineConfig
+from relax.config.roles import EngineConfig
 from relax.config.run import RunConfig
 from relax.data.models import ensure_model
 from relax.engines.backend import LocalEngine, build_engine

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from relax.config.actor import ActorConfig, OptimConfig
 from relax.config.algorithm import AlgorithmConfig
-from relax.config.roles import ActorConfig, OptimConfig
 from relax.training.batching import TrainRow
 from relax.training.torch_backend import TorchBackend
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from relax.config.roles import ActorConfig
+from relax.config.actor import ActorConfig
 from relax.plugins import PluginError
 from relax.training.build import BackendError, build_backend
 from relax.training.torch_backend import TorchBackend

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from relax.config.roles import OptimConfig
+from relax.config.actor import OptimConfig
 from relax.training.schedule import learning_rate
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from relax.config.roles import ActorConfig
+from relax.config.actor import ActorConfig
 from relax.config.run import RunConfig
 from relax.plugins import PluginError
 from relax.training.batching import TrainRow

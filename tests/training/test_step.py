@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from relax.config.actor import ActorConfig, CriticConfig, OptimConfig
 from relax.config.algorithm import AlgorithmConfig
-from relax.config.roles import ActorConfig, CriticConfig, OptimConfig
 from relax.config.run import RunConfig
 from relax.training.base import NonFiniteUpdate
 from relax.training.batching import TrainRow

@@ -248,7 +248,7 @@ def test_bf16_autocast_keeps_float32_weights_and_stays_close(make_backend: MakeB
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     """behaviour: B40. With the folder's name, not a stack of another library."""
-    from relax.config.roles import ActorConfig
+    from relax.config.actor import ActorConfig
 
     with pytest.raises(ModelError, match=str(tmp_path)):
         TorchBackend(ActorConfig(), tmp_path, 1, seed=1, threads=1)

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from relax.config.roles import ActorConfig, DataConfig, WarmStartConfig
+from relax.config.actor import ActorConfig, WarmStartConfig
+from relax.config.data import DataConfig
 from relax.training.torch_backend import TorchBackend
 from relax.training.warm_start import warm_start, warm_started_model
 
