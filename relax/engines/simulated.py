@@ -6,6 +6,7 @@ tokens at one rate (`relax.simulation.engine`). Lengths are log-normal and a fun
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -29,6 +30,8 @@ from relax.types import NO_VERSION, FinishReason, FloatArray, IntArray, PolicyVe
 from relax.weights.digest import tensors_digest
 from relax.weights.manifest import WeightsError
 from relax.weights.store import ReadableVersion
+
+logger = logging.getLogger(__name__)
 
 
 class SimulatedEngine:
@@ -87,12 +90,17 @@ class SimulatedEngine:
 
     def _run(self) -> None:
         with self._wake:
-            while not self._closing:
-                self._clock.advance(self._now())
-                due = self._clock.next_at()
-                wait_s = None if due is None else max(0.0, (due - self._now()) / self._profile.time_scale)
-                self._wake.wait(wait_s)
-            self._end(EngineError("the engine was closed"))
+            try:
+                while not self._closing:
+                    self._clock.advance(self._now())
+                    due = self._clock.next_at()
+                    wait_s = None if due is None else max(0.0, (due - self._now()) / self._profile.time_scale)
+                    self._wake.wait(wait_s)
+            except Exception as error:  # the thread's supervisor boundary: recorded and reported
+                logger.exception("the thread of the simulated engine failed")
+                self.failure = f"{type(error).__name__}: {error}"
+                self._closing = True
+            self._end(EngineError(self.failure or "the engine was closed"))
 
     def _now(self) -> float:
         return (time.monotonic() - self._started_s) * self._profile.time_scale
@@ -110,7 +118,7 @@ class SimulatedEngine:
     def submit(self, requests: Sequence[Request]) -> None:
         with self._wake:
             if self._closing:
-                raise EngineError("the engine is closed")
+                raise EngineError(self.failure or "the engine is closed")
             self._clock.advance(self._now())
             self._waiting.extend(requests)
             self._fill()
@@ -239,7 +247,7 @@ class SimulatedEngine:
             return EngineStatus(
                 version=self._version,
                 healthy=self.healthy(),
-                failure=None,
+                failure=self.failure,
                 paused=False,
                 running=len(running),
                 waiting=len(self._waiting),

@@ -233,3 +233,24 @@ def test_what_does_not_go_with_a_simulated_cluster_is_refused(override: str, wor
     """behaviour: B40"""
     with pytest.raises(ConfigError, match=words):
         load_run_file(SIM, [override])
+
+
+async def test_a_fault_in_its_thread_ends_the_requests_and_is_told(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not an engine that is ill without a reason, and not a caller that waits for ever."""
+    engine, client = start(time_scale=0.01)
+    running = asyncio.create_task(
+        client.generate(PROMPT, SamplingParams(max_new_tokens=400, seed=1), request_id="r", deadline_s=60)
+    )
+    await until(lambda: engine.status().running == 1)
+
+    def broken() -> float:
+        raise ZeroDivisionError("no such time")
+
+    monkeypatch.setattr(engine._clock, "next_at", broken)
+    with engine._wake:
+        engine._wake.notify()
+    with pytest.raises(EngineError, match="ZeroDivisionError: no such time"):
+        await running
+    assert not engine.healthy() and engine.failure == "ZeroDivisionError: no such time"
+    with pytest.raises(EngineError, match="no such time"):
+        await client.generate(PROMPT, SamplingParams(max_new_tokens=4, seed=1), request_id="s", deadline_s=60)
