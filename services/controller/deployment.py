@@ -9,6 +9,7 @@ import math
 import os
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ class Controller:
             rows=False,
         )
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._supervise()), loop.create_task(self._keep_endpoints())]
+        self._tasks = [loop.create_task(self._guarded(work)) for work in (self._supervise, self._keep_endpoints)]
 
     async def check_health(self) -> None:
         if self._error is not None:
@@ -202,19 +203,23 @@ class Controller:
 
     # ------------------------------------------------------------------ supervision
 
-    async def _supervise(self) -> None:
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
+        """A fault of one of the controller's own loops makes it unhealthy."""
         try:
-            while True:
-                await asyncio.sleep(TICK_S)
-                if self.run.ended:
-                    self._export_live(time.monotonic())  # until the services are taken down
-                else:
-                    await self._tick(time.monotonic())
+            await work()
         except asyncio.CancelledError:
             raise
         except Exception as error:  # the supervisor border of this process
             logger.exception("controller failed")
             self._error = repr(error)
+
+    async def _supervise(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            if self.run.ended:
+                self._export_live(time.monotonic())  # until the services are taken down
+            else:
+                await self._tick(time.monotonic())
 
     async def _tick(self, now: float) -> None:
         try:
