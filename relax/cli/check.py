@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from relax.cli.cluster import port_is_free
-from relax.config.file import ConfigError, RunFile, eval_data, worst_group_bytes
+from relax.config.cross import eval_data, worst_group_bytes
+from relax.config.file import ConfigError
+from relax.config.sections import RunFile
 from relax.telemetry.trackers import missing_trackers
 from relax.types import RelaxError
 

@@ -21,7 +21,8 @@ from rich.live import Live
 
 from relax.cli.cluster import ClusterError, Dashboard, PrivateRay, free_ports
 from relax.cli.live import one_line, view
-from relax.config.file import ConfigError, RunFile, load_run_file
+from relax.config.file import ConfigError, load_run_file
+from relax.config.sections import RunFile
 from relax.telemetry.run_folder import RunFolder
 from relax.types import RelaxError
 

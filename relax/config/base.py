@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -22,7 +23,11 @@ class StrictModel(BaseModel):
         for key in data:
             if key in known:
                 continue
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.6)
-            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(sorted(known))}"
-            raise ValueError(f"unknown key '{key}' in {cls.__name__}: {hint}")
+            raise ValueError(f"unknown key '{key}' in {cls.__name__}{nearest(str(key), known)}")
         return data
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the nearest known one, else all of them."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f": did you mean '{near[0]}'?" if near else f" (known: {', '.join(sorted(known))})"

@@ -12,8 +12,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from relax.config.base import StrictModel
-from relax.config.file import ROLES
 from relax.config.run import RunConfig
+from relax.config.sections import ROLES
 
 HEAD = """# Configuration reference
 

@@ -13,8 +13,9 @@ from pydantic import ValidationError
 
 from relax.algorithms import needs_ref, needs_reward, needs_values, teacher_columns
 from relax.config.algorithm import AlgorithmConfig
-from relax.config.file import ActorArgs, ConfigError, apply_override
+from relax.config.file import ConfigError, apply_override
 from relax.config.roles import RewardConfig
+from relax.config.sections import ActorArgs
 from relax.dump.compare import WEIGHTS_AFTER, WEIGHTS_BEFORE, Compared, compare_steps
 from relax.dump.files import CRITIC, MODEL, STATE
 from relax.dump.record import BY_NAME, DumpError, RowDump, StepDump

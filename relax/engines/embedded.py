@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import gc
-import logging
 import threading
 import time
 from collections import deque
@@ -26,6 +25,7 @@ from relax.engines.requests import Request
 from relax.engines.scheduler import Delivery, Scheduler
 from relax.engines.status import EngineStatus, RateMeter
 from relax.engines.stop_strings import DecodesTokens
+from relax.engines.thread import EngineThread
 from relax.types import FloatArray, IntArray, ModelError, PolicyVersion, SamplingParams
 from relax.weights.digest import tensors_digest
 from relax.weights.manifest import WeightsError
@@ -33,8 +33,6 @@ from relax.weights.store import ReadableVersion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel  # the manager imports this module and loads no model
-
-logger = logging.getLogger(__name__)
 
 
 class BadRequest(EngineError):
@@ -90,13 +88,10 @@ class EmbeddedEngine:
         self._claimed_digest: str | None = None
         self._threads = threads
         self._update_lock = threading.Lock()
-        self._wake = threading.Condition()
         self._inbox: deque[tuple[Future[None] | None, Callable[[], Sequence[Delivery]]]] = deque()
         self._executing: Future[None] | None = None
         self._paused = False
-        self._closing = False
-        self._failure: str | None = None
-        self._thread = threading.Thread(target=self._run, name="relax-decode", daemon=True)
+        self._thread = EngineThread("relax-decode", self._run, self._end)
         self._swap_stall_s = 0.0
         self._updates = 0
         self._failed_updates = 0
@@ -110,21 +105,15 @@ class EmbeddedEngine:
 
     def close(self, deadline_s: float) -> None:
         """Stop the thread; requests that are left end with an error. Raises `EngineError` past the deadline."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        if self._thread.ident is not None:
-            self._thread.join(deadline_s)
-            if self._thread.is_alive():
-                raise EngineError(f"the decode thread did not end within {deadline_s} s")
+        self._thread.close(deadline_s)
 
     def healthy(self) -> bool:
-        return self._failure is None and not self._closing and self._thread.is_alive()
+        return self._thread.healthy()
 
     @property
     def failure(self) -> str | None:
         """Text of the exception that ended the decode thread."""
-        return self._failure
+        return self._thread.failure
 
     @property
     def version(self) -> PolicyVersion:
@@ -291,7 +280,7 @@ class EmbeddedEngine:
         return EngineStatus(
             version=self.version,
             healthy=self.healthy(),
-            failure=self._failure,
+            failure=self.failure,
             paused=self._paused,
             running=running,
             waiting=waiting,
@@ -316,13 +305,10 @@ class EmbeddedEngine:
     # -- the decode thread --------------------------------------------------------------------------------
 
     def _post(self, command: Callable[[], Sequence[Delivery]], future: Future[None] | None = None) -> None:
-        with self._wake:
-            if self._failure is not None:
-                raise EngineError(f"the decode thread has failed: {self._failure}")
-            if self._closing:
-                raise EngineError("the engine is closed")
+        with self._thread.wake:
+            self._thread.check_running()
             self._inbox.append((future, command))
-            self._wake.notify()
+            self._thread.wake.notify()
 
     def _call(self, command: Callable[[], Sequence[Delivery]], deadline_s: float, what: str) -> None:
         future: Future[None] = Future()
@@ -337,26 +323,20 @@ class EmbeddedEngine:
     def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)  # counts per thread under OpenMP
-        try:
-            while self._next_commands():
-                if not self._paused and self._scheduler.has_work:
-                    _deliver(self._scheduler.step())
-        except Exception as error:  # the thread's supervisor boundary: recorded and reported
-            logger.exception("decode thread failed")
-            self._end(f"{type(error).__name__}: {error}")
-        else:
-            self._end(None)
+        while self._next_commands():
+            if not self._paused and self._scheduler.has_work:
+                _deliver(self._scheduler.step())
 
     def _next_commands(self) -> bool:
         """Wait for something to do, carry out what callers posted. False: the engine closes."""
-        with self._wake:
-            while not (self._inbox or self._closing or (self._scheduler.has_work and not self._paused)):
-                self._wake.wait()
+        thread = self._thread
+        with thread.wake:
+            while not (self._inbox or thread.closing or (self._scheduler.has_work and not self._paused)):
+                thread.wake.wait()
+            if thread.closing:
+                return False
             commands = list(self._inbox)
             self._inbox.clear()
-            if self._closing:
-                self._inbox.extend(commands)
-                return False
         for future, command in commands:
             if future is not None and not future.set_running_or_notify_cancel():
                 continue
@@ -367,13 +347,9 @@ class EmbeddedEngine:
         self._executing = None
         return True
 
-    def _end(self, failure: str | None) -> None:
-        error = EngineError("the engine was closed" if failure is None else f"the decode thread has failed: {failure}")
-        with self._wake:
-            self._failure = failure
-            self._closing = True
-            commands = list(self._inbox)
-            self._inbox.clear()
+    def _end(self, error: EngineError) -> None:
+        commands = list(self._inbox)  # nobody adds to it any more
+        self._inbox.clear()
         for future, command in commands:
             if future is None:
                 _deliver(command())  # queues what was submitted, so that it ends with the error below

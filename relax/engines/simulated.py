@@ -6,8 +6,6 @@ tokens at one rate (`relax.simulation.engine`). Lengths are log-normal and a fun
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -23,6 +21,7 @@ from relax.engines.base import EngineError, WeightReport
 from relax.engines.embedded import BadRequest, PauseMode
 from relax.engines.requests import Output, Request, Result
 from relax.engines.status import EngineStatus, RateMeter
+from relax.engines.thread import EngineThread
 from relax.simulation.clock import Clock
 from relax.simulation.engine import LOGPROB, Sample, SimEngine
 from relax.simulation.turns import Lengths
@@ -30,8 +29,6 @@ from relax.types import NO_VERSION, FinishReason, FloatArray, IntArray, PolicyVe
 from relax.weights.digest import tensors_digest
 from relax.weights.manifest import WeightsError
 from relax.weights.store import ReadableVersion
-
-logger = logging.getLogger(__name__)
 
 
 class SimulatedEngine:
@@ -44,7 +41,6 @@ class SimulatedEngine:
         self.tokenizer, self.model_path = tokenizer, model_path
         self.vocab_size = tokenizer.vocab_size
         self.slots, self.max_context = profile.engine.slots, run.max_tokens
-        self.failure: str | None = None
         self.paused = False
         self._profile = profile
         self._lengths = Lengths(run, profile)
@@ -52,7 +48,6 @@ class SimulatedEngine:
         self._clock = Clock()
         self._batch = SimEngine(self._clock, profile.engine, self._finished)
         self._started_s = time.monotonic()
-        self._wake = threading.Condition(threading.RLock())
         self._waiting: deque[Request] = deque()
         self._request_of: dict[Sample, Request] = {}
         self._failing: set[Sample] = set()
@@ -63,8 +58,8 @@ class SimulatedEngine:
         self._counts: Counter[str] = Counter()
         self._stall_s = 0.0
         self._rate = RateMeter()
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="relax-simulated", daemon=True)
+        self._thread = EngineThread("relax-simulated", self._run, self._end)
+        self._wake = self._thread.wake
 
     # -- life ---------------------------------------------------------------------------------------------
 
@@ -73,16 +68,14 @@ class SimulatedEngine:
 
     def close(self, deadline_s: float) -> None:
         """Raises `EngineError` past the deadline."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        if self._thread.ident is not None:
-            self._thread.join(deadline_s)
-            if self._thread.is_alive():
-                raise EngineError(f"the simulated engine did not end within {deadline_s} s")
+        self._thread.close(deadline_s)
 
     def healthy(self) -> bool:
-        return not self._closing and self._thread.is_alive()
+        return self._thread.healthy()
+
+    @property
+    def failure(self) -> str | None:
+        return self._thread.failure
 
     @property
     def version(self) -> PolicyVersion:
@@ -90,17 +83,11 @@ class SimulatedEngine:
 
     def _run(self) -> None:
         with self._wake:
-            try:
-                while not self._closing:
-                    self._clock.advance(self._now())
-                    due = self._clock.next_at()
-                    wait_s = None if due is None else max(0.0, (due - self._now()) / self._profile.time_scale)
-                    self._wake.wait(wait_s)
-            except Exception as error:  # the thread's supervisor boundary: recorded and reported
-                logger.exception("the thread of the simulated engine failed")
-                self.failure = f"{type(error).__name__}: {error}"
-                self._closing = True
-            self._end(EngineError(self.failure or "the engine was closed"))
+            while not self._thread.closing:
+                self._clock.advance(self._now())
+                due = self._clock.next_at()
+                wait_s = None if due is None else max(0.0, (due - self._now()) / self._profile.time_scale)
+                self._wake.wait(wait_s)
 
     def _now(self) -> float:
         return (time.monotonic() - self._started_s) * self._profile.time_scale
@@ -117,8 +104,7 @@ class SimulatedEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         with self._wake:
-            if self._closing:
-                raise EngineError(self.failure or "the engine is closed")
+            self._thread.check_running()
             self._clock.advance(self._now())
             self._waiting.extend(requests)
             self._fill()
@@ -201,12 +187,13 @@ class SimulatedEngine:
         request.sink.deliver([(request, result)])
 
     def _end(self, error: EngineError) -> None:
-        self._batch.cancel(self._batch.running)
-        for sample in list(self._request_of):
-            self._deliver(sample, error)
-        while self._waiting:
-            request = self._waiting.popleft()
-            request.sink.deliver([(request, error)])
+        with self._wake:
+            self._batch.cancel(self._batch.running)
+            for sample in list(self._request_of):
+                self._deliver(sample, error)
+            while self._waiting:
+                request = self._waiting.popleft()
+                request.sink.deliver([(request, error)])
 
     # -- weights ------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from ray.serve import Application
 
-from relax.config.file import ActorArgs
+from relax.config.sections import ActorArgs
 from services.actor.deployment import Actor
 
 

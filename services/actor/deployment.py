@@ -9,7 +9,7 @@ from pathlib import Path
 from ray import serve
 
 from bus.client import BusClient
-from relax.config.file import ActorArgs
+from relax.config.sections import ActorArgs
 from relax.data.models import ensure_model
 from relax.data.source import build_source
 from relax.data.tokenizer import Tokenizer

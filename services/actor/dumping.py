@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bus.records import Lease, Row
-from relax.config.file import ActorArgs
+from relax.config.sections import ActorArgs
 from relax.data.tokenizer import Tokenizer
 from relax.dump.compare import WEIGHTS_AFTER, WEIGHTS_BEFORE
 from relax.dump.files import CRITIC, DUMPS, MODEL, STATE, publish, staging_folder

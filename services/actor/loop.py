@@ -26,7 +26,7 @@ import torch
 
 from bus.client import BusClient
 from bus.records import Closed, Empty, Lease, LeaseRequest
-from relax.config.file import ActorArgs
+from relax.config.sections import ActorArgs
 from relax.control.admission import hold_below
 from relax.control.judge import constant_reward_warning
 from relax.dump.recorder import RecordingBackend, RecordingCritic

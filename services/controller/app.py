@@ -2,7 +2,7 @@
 
 from ray.serve import Application
 
-from relax.config.file import ControllerArgs
+from relax.config.sections import ControllerArgs
 from services.controller.deployment import Controller
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bus.records import PROMPTS, SAMPLES, BusStats
-from relax.config.file import ControllerArgs
+from relax.config.sections import ControllerArgs
 from relax.control.watchdog import BusSnapshot, LeaseSnapshot, RoleSnapshot
 from services import names
 from services.controller.api import AdoptionReport, EvalReport, Heartbeat, RoleView

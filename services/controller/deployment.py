@@ -21,7 +21,7 @@ from bus.client import BusClient
 from bus.errors import BusError
 from bus.lifecycle import create_bus, destroy_bus
 from bus.records import BusAddress, BusStats
-from relax.config.file import ROLES, ControllerArgs
+from relax.config.sections import ROLES, ControllerArgs
 from relax.control.runstate import RunState, RunStatus
 from relax.control.watchdog import find_stall
 from relax.telemetry.metrics import validate

@@ -2,7 +2,7 @@
 
 from ray.serve import Application
 
-from relax.config.file import DcsArgs
+from relax.config.sections import DcsArgs
 from services.dcs.deployment import Dcs
 
 

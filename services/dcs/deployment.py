@@ -14,7 +14,7 @@ import ray
 from ray import serve
 
 from relax.checkpoint.store import CheckpointStore
-from relax.config.file import DcsArgs
+from relax.config.sections import DcsArgs
 from relax.telemetry.time_split import WORK
 from relax.types import PolicyVersion
 from relax.weights.manifest import CorruptWeights

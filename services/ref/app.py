@@ -2,7 +2,7 @@
 
 from ray.serve import Application
 
-from relax.config.file import TEACHER_PREFIX, RefArgs
+from relax.config.sections import TEACHER_PREFIX, RefArgs
 from services.ref.deployment import Ref, Teacher
 
 

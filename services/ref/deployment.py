@@ -12,7 +12,7 @@ from ray.serve.handle import DeploymentHandle
 
 from bus.client import BusClient
 from bus.records import TEACHER_TASK
-from relax.config.file import TEACHER_PREFIX, RefArgs
+from relax.config.sections import TEACHER_PREFIX, RefArgs
 from relax.data.models import await_model, ensure_model
 from relax.data.tokenizer import Tokenizer, check_same_vocabulary
 from relax.telemetry.time_split import WAIT_WEIGHTS, WORK

@@ -13,7 +13,7 @@ import torch
 
 from bus.client import BusClient
 from bus.records import Lease, LeaseRequest, Row, RowPut
-from relax.config.file import RefArgs
+from relax.config.sections import RefArgs
 from relax.training.batching import TrainRow, make_batches
 from relax.training.reference import ReferenceModel
 from relax.types import Purpose, SamplingParams

@@ -2,7 +2,7 @@
 
 from ray.serve import Application
 
-from relax.config.file import RewardArgs
+from relax.config.sections import RewardArgs
 from services.reward.deployment import Reward
 
 

@@ -11,7 +11,7 @@ from ray import serve
 
 from bus.client import BusClient
 from bus.records import Lease, LeaseRequest, Row, RowPut
-from relax.config.file import RewardArgs
+from relax.config.sections import RewardArgs
 from relax.data.models import await_model
 from relax.data.tokenizer import Tokenizer
 from relax.rewards.base import RewardRequest, RewardResult

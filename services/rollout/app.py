@@ -2,7 +2,7 @@
 
 from ray.serve import Application
 
-from relax.config.file import RolloutArgs
+from relax.config.sections import RolloutArgs
 from services.rollout.manager import RolloutManager
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bus.client import BusClient
 from bus.records import TRAINING, Event, EventKind, GroupAdmission, Verdict, VerdictKind
-from relax.config.file import RolloutArgs
+from relax.config.sections import RolloutArgs
 from relax.control.admission import AdmissionState, Limits
 from relax.control.judge import FilterStreak, Member, NoSignal, Outcome, judge_group
 from relax.control.retired import RetiredPrompts

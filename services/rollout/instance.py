@@ -19,7 +19,7 @@ from ray import serve
 from bus.client import BusClient
 from bus.errors import LeaseLost
 from bus.records import Closed, Empty, GroupInfo, Lease, LeaseRequest, Row
-from relax.config.file import RolloutArgs
+from relax.config.sections import RolloutArgs
 from relax.data.models import ensure_model
 from relax.data.tokenizer import Tokenizer
 from relax.engines.base import EngineError

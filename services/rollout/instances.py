@@ -15,7 +15,7 @@ from ray.serve.api import RunTarget
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from relax.config.file import RolloutArgs
+from relax.config.sections import RolloutArgs
 from relax.control.lifecycle import FINAL, Deadlines, Instance, InstanceState
 from relax.types import Purpose
 from services.names import INSTANCE_PREFIX, evaluator_app, instance_app

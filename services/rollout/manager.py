@@ -9,7 +9,8 @@ from ray import serve
 
 from bus.client import BusClient
 from bus.records import PROMPTS
-from relax.config.file import RolloutArgs, eval_data
+from relax.config.cross import eval_data
+from relax.config.sections import RolloutArgs
 from relax.data.models import await_model
 from relax.data.recorded import recorded_of
 from relax.data.source import build_eval_set, build_source

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from relax.config.base import StrictModel
-from relax.config.file import ROLES
 from relax.config.run import RunConfig
+from relax.config.sections import ROLES
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from relax.config.file import APPLICATION_KEYS, DEPLOYMENT_KEYS, TOP_KEYS, ConfigError, load_run_file, parse_run_file
+from relax.config.file import ConfigError, load_run_file, parse_run_file
 from relax.config.reference import reference
+from relax.config.serve import APPLICATION_KEYS, DEPLOYMENT_KEYS, TOP_KEYS
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "deploy" / "tiny_cpu.yaml"
@@ -46,7 +47,7 @@ def test_every_shipped_file_is_valid(path: Path) -> None:
         ("run.stepz=3", "run: unknown key 'stepz' in RunConfig: did you mean 'steps'?"),
         ("actor.optim.lrr=1", "actor.optim: unknown key 'lrr' in OptimConfig: did you mean 'lr'?"),
         ("rollout.data.tsk=copy", "unknown key 'tsk' in DataConfig: did you mean 'task'?"),
-        ("rolout.instances=3", "unknown section 'rolout', did you mean 'rollout'?"),
+        ("rolout.instances=3", "unknown section 'rolout': did you mean 'rollout'?"),
         ("run.steps=0", "run.steps: Input should be greater than or equal to 1"),
     ],
 )
@@ -84,7 +85,7 @@ def test_a_fault_in_the_shared_run_is_told_once_and_not_for_each_application() -
         (["ref.teachers={math: {path: x}}"], "goes with ref.teachers"),
         (
             ["ref.teachers={math: {path: x}}", "actor.algorithm.distill.coef=1", "rollout.teachers={default: mat}"],
-            "unknown teacher 'mat', did you mean 'math'",
+            "unknown teacher 'mat': did you mean 'math'",
         ),
         (["run.teacher_top_k=8"], "goes with actor.algorithm.distill.form"),
         (["run.responses=recorded"], "goes with run.responses 'generated'"),
@@ -111,12 +112,12 @@ def test_a_combination_that_cannot_work_is_refused_with_what_to_do(overrides: li
 
 def test_a_deployment_key_that_serve_would_ignore_is_refused(document: dict[str, Any]) -> None:
     app(document, "reward")["deployments"][0]["num_replica"] = 3
-    assert "unknown key 'num_replica', did you mean 'num_replicas'?" in refused(document)
+    assert "unknown key 'num_replica': did you mean 'num_replicas'?" in refused(document)
 
 
 def test_a_deployment_name_that_serve_would_only_refuse_later_is_refused(document: dict[str, Any]) -> None:
     app(document, "actor")["deployments"][0]["name"] = "Trainer"
-    assert "unknown name 'Trainer', did you mean 'Actor'?" in refused(document)
+    assert "unknown name 'Trainer': did you mean 'Actor'?" in refused(document)
 
 
 def test_two_actors_are_refused(document: dict[str, Any]) -> None:
@@ -131,7 +132,7 @@ def test_a_missing_role_is_named(document: dict[str, Any]) -> None:
 
 def test_an_unknown_application_fails_with_the_nearest_role(document: dict[str, Any]) -> None:
     app(document, "reward")["name"] = "rewards"
-    assert "unknown application 'rewards', did you mean 'reward'?" in refused(document)
+    assert "unknown application 'rewards': did you mean 'reward'?" in refused(document)
 
 
 def test_applications_with_different_runs_are_refused(document: dict[str, Any]) -> None:

@@ -25,7 +25,8 @@ import yaml
 
 from relax.cli.check import check
 from relax.cli.main import app
-from relax.config.file import ROLES, apply_override, load_run_file, parse_run_file
+from relax.config.file import apply_override, load_run_file, parse_run_file
+from relax.config.sections import ROLES
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = ("bash", "python", "yaml", "json", "text")

@@ -13,8 +13,8 @@ import torch
 
 from bus.records import GroupInfo, Lease, Row
 from relax.algorithms import needs_ref, needs_reward
-from relax.config.file import ActorArgs
 from relax.config.roles import RewardConfig
+from relax.config.sections import ActorArgs
 from relax.data.models import ensure_model
 from relax.data.tokenizer import Tokenizer
 from relax.dump.files import read_dump, step_folder, write_dump

@@ -221,7 +221,7 @@ def test_a_crash_of_the_decode_thread_fails_every_request_with_its_text(kit: Any
         result = driver.start([driver.request([1], SamplingParams(ignore_eos=True), f"r{i}") for i in range(3)])
         with pytest.raises(EngineError, match="the memory caught fire"):
             result()
-        driver.engine._thread.join(30)
+        driver.engine.close(30)
         assert not driver.engine.healthy()
         assert "the memory caught fire" in str(driver.engine.failure)
         with pytest.raises(EngineError, match="the memory caught fire"):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from relax.config.file import ControllerArgs
 from relax.config.run import RunConfig
+from relax.config.sections import ControllerArgs
 from services.controller.api import AdoptionReport, Heartbeat
 from services.controller.book import RunBook
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from relax.config.file import ControllerArgs
 from relax.config.run import RunConfig
+from relax.config.sections import ControllerArgs
 from relax.control.runstate import RunState
 from relax.telemetry.live import ROLE_STATES, RUN_STATES, check_live
 from services.controller.api import AdoptionReport, Heartbeat
