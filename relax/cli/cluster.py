@@ -129,6 +129,8 @@ class PrivateRay:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
+            # Processes that Ray kills leave their temporary files: they go with the folder.
+            "TMPDIR": str(folder),
             "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
             "RELAX_HOME": os.environ.get("RELAX_HOME", os.getcwd()),
         }
