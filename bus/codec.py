@@ -5,7 +5,8 @@
 The layout is the JSON `[[name, dtype or null, shape, bytes], ...]`: apart from the row id, so that rows of
 one shape share it and it is written and parsed once. The row id guards against a storage row that was
 given to another bus row meanwhile. One blob is one column of TransferQueue, whose cost is per
-(row, column) and hardly depends on the bytes.
+(row, column) and hardly depends on the bytes. Small blobs are `bytes`, which travel within one message; an array
+is a frame of its own on the wire, which is copied less often but costs more than copying some ten kilobytes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from bus.errors import CorruptRow
 from bus.records import Array, FieldValue
 from bus.schema import dtype_name, json_bytes
 
-Blob = npt.NDArray[np.uint8]
+Blob = bytes | npt.NDArray[np.uint8]
+INLINE_BYTES = 32_768
+"""Blobs below are `bytes`."""
 
 DIGEST_BYTES = 16
 _MAGIC = 0x52425532
@@ -84,14 +87,15 @@ def _begun(dtype: str | None, shape: tuple[int, ...]) -> hashlib.blake2b:
 
 
 def pack(row_id: str, fields: list[EncodedField]) -> Blob:
-    """One blob, uint8 [n], of the given fields."""
+    """One blob of the given fields: bytes, or from `INLINE_BYTES` on uint8 [n]."""
     owner = row_id.encode()
     layout = _layout(tuple([(f.name, f.dtype, f.shape, len(f.data)) for f in fields]))
     parts = [_PREFIX.pack(_MAGIC, len(owner), len(layout)), owner, layout]
     parts.append(_padding(_PREFIX.size + len(owner) + len(layout)))
     for f in fields:
         parts += (f.data, _padding(len(f.data)))
-    return np.frombuffer(bytearray(b"".join(parts)), dtype=np.uint8)
+    blob = b"".join(parts)
+    return blob if len(blob) < INLINE_BYTES else np.frombuffer(bytearray(blob), dtype=np.uint8)
 
 
 def unpack(blob: Blob, row_id: str, wanted: Mapping[str, bytes]) -> dict[str, FieldValue]:
@@ -99,11 +103,11 @@ def unpack(blob: Blob, row_id: str, wanted: Mapping[str, bytes]) -> dict[str, Fi
 
     Raises CorruptRow when the blob is of another row, a field is missing, or a digest differs.
     """
-    owner, entries, start = _header(blob, row_id)
+    stored = memoryview(blob) if isinstance(blob, bytes) else blob.data
+    owner, entries, start = _header(stored, row_id)
     if owner != row_id:
         raise CorruptRow(f"storage of row {row_id} holds row {owner}")
     found: dict[str, FieldValue] = {}
-    stored = blob.data
     for entry in entries:
         if entry.name in wanted:
             data = stored[start : start + entry.size]
@@ -119,14 +123,14 @@ def unpack(blob: Blob, row_id: str, wanted: Mapping[str, bytes]) -> dict[str, Fi
     return found
 
 
-def _header(blob: Blob, row_id: str) -> tuple[str, tuple[_Stored, ...], int]:
+def _header(blob: memoryview, row_id: str) -> tuple[str, tuple[_Stored, ...], int]:
     if len(blob) < _PREFIX.size:
         raise CorruptRow(f"row {row_id}: blob of {len(blob)} bytes")
-    magic, owner_bytes, layout_bytes = _PREFIX.unpack_from(blob.data)
+    magic, owner_bytes, layout_bytes = _PREFIX.unpack_from(blob)
     end = _PREFIX.size + owner_bytes + layout_bytes
     if magic != _MAGIC or end > len(blob):
         raise CorruptRow(f"row {row_id}: not a blob of the bus")
-    head = blob[_PREFIX.size : end].tobytes()
+    head = bytes(blob[_PREFIX.size : end])
     try:
         return head[:owner_bytes].decode(), _entries(head[owner_bytes:]), _aligned(end)
     except (ValueError, TypeError) as error:

@@ -59,7 +59,7 @@ class BlobStore(AsyncSimpleStorageManager):  # type: ignore[misc]
             _, data = await self._request_with_retry("get", unit, f"rows={len(indexes)}", request)
             for column in columns:
                 for slot, value in zip(indexes, data[column], strict=True):
-                    found[slot, column] = np.asarray(value)
+                    found[slot, column] = value if isinstance(value, bytes) else np.asarray(value)
 
         routes = self._group_by_hash(slots)
         with _typed("reading from the storage"):

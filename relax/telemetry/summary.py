@@ -46,6 +46,7 @@ class FinalFacts:
     checkpoint_error: str | None = None
     dumps_failed: int = 0
     dump_error: str | None = None
+    spans_dropped: int = 0
     eval_before: Sequence[float] | None = None
     eval_after: Sequence[float] | None = None
     eval_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -82,6 +83,7 @@ def build_summary(records: Sequence[Mapping[str, float]], facts: FinalFacts, *, 
         "checkpoint_error": facts.checkpoint_error,
         "dumps_failed": facts.dumps_failed,
         "dump_error": facts.dump_error,
+        "spans_dropped": facts.spans_dropped,
         "lag_histogram": {str(lag): facts.lag_histogram[lag] for lag in sorted(facts.lag_histogram)},
         "overhead_ms_per_step": overhead_ms_per_step(records, facts.max_staleness),
         "metrics_last": _metrics_last(records),

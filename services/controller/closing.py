@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,17 +26,8 @@ class Closed:
 def final_facts(book: RunBook, stats: BusStats | None, wall_s: float) -> FinalFacts:
     """From the book and the last snapshot of the bus."""
     account = stats.account if stats is not None else None
-    lags: Counter[int] = Counter()
-    checkpoints_failed, checkpoint_error = 0, None
-    dumps_failed, dump_error = 0, None
-    for replica in book.replicas.values():
-        if replica.beat.role == names.ACTOR:
-            histogram = replica.beat.facts.get("lag_histogram", {})
-            lags.update({int(lag): int(count) for lag, count in histogram.items()})
-            checkpoints_failed += int(replica.beat.counters.get("checkpoints_failed", 0))
-            checkpoint_error = replica.beat.facts.get("checkpoint_error", checkpoint_error)
-            dumps_failed += int(replica.beat.counters.get("dumps_failed", 0))
-            dump_error = replica.beat.facts.get("dump_error", dump_error)
+    actor = book.replicas.get(names.ACTOR)
+    facts = actor.beat.facts if actor is not None else {}
     before, after = book.evals.get("before"), book.evals.get("after")
     return FinalFacts(
         wall_s=wall_s,
@@ -50,11 +40,12 @@ def final_facts(book: RunBook, stats: BusStats | None, wall_s: float) -> FinalFa
         dropped_by_reason=dict(account.dropped) if account else {},
         queued=account.queued if account else 0,
         restarts_unasked=book.restarts(),
-        checkpoints_failed=checkpoints_failed,
-        checkpoint_error=checkpoint_error,
-        dumps_failed=dumps_failed,
-        dump_error=dump_error,
-        lag_histogram=dict(sorted(lags.items())),
+        checkpoints_failed=int(book.counter(names.ACTOR, "checkpoints_failed")),
+        checkpoint_error=facts.get("checkpoint_error"),
+        dumps_failed=int(book.counter(names.ACTOR, "dumps_failed")),
+        dump_error=facts.get("dump_error"),
+        spans_dropped=int(sum(replica.counter("spans_dropped") for replica in book.replicas.values())),
+        lag_histogram={int(lag): int(count) for lag, count in facts.get("lag_histogram", {}).items()},
         max_staleness=book.args.run.max_staleness,
         eval_before=before.accuracy if before else None,
         eval_after=after.accuracy if after else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -14,6 +15,7 @@ from bus_processes import inside, rows_held, unique
 from bus_traffic import TRAIN_FIELDS, connect, generate, group, reward_of, sample, score
 
 from bus.client import SyncBusClient
+from bus.codec import INLINE_BYTES
 from bus.errors import BusError, BusFull, LeaseLost
 from bus.lifecycle import ping
 from bus.records import BusAddress, Empty, EventKind, Lease, LeaseRequest, Verdict, VerdictKind
@@ -56,6 +58,21 @@ async def test_a_group_travels_from_the_prompt_to_the_checkpoint(
     async with asyncio.timeout(20):
         while (await client.stats()).retained_rows:
             await asyncio.sleep(0.05)
+    await client.close()
+
+
+async def test_small_and_large_rows_of_one_put_come_back_as_they_were(
+    bus_address: BusAddress, bus_config: BusConfig
+) -> None:
+    client = await connect(bus_address, bus_config, "all")
+    small, large = group(unique("small"), 0), group(unique("large"), 1)
+    large = replace(large, prompt={"text": "x" * 2 * INLINE_BYTES})
+    await client.admit([small, large], 30)
+    lease = await client.lease(LeaseRequest("rollout", ("prompt",), max_items=2), wait_s=30)
+    assert isinstance(lease, Lease)
+    assert {row.group_id: row.json("prompt") for row in lease.rows} == {g.group_id: g.prompt for g in (small, large)}
+    for admitted in (small, large):
+        await client.drop(admitted.group_id, "deadline")
     await client.close()
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from e2e_support import ROOT, Finished, Runner
+from e2e_support import ROOT, Finished, Runner, kill_once
 
 from relax.dump.files import find_dumps, read_dump
 from relax.dump.replay import compare_replay, replay
@@ -107,3 +108,31 @@ def test_training_is_evaluated_on_pinned_versions_while_it_goes_on(run: Runner) 
     views = {view["instance"]: view["counters"] for status in done.seen for view in status["roles"]}
     assert views["rollout-eval-0"]["samples"] == len(held_out)
     assert views["rollout-0"]["samples"] == done.summary["produced"], "training instances trained, and nothing else"
+
+
+@pytest.mark.slow
+def test_an_evaluator_that_was_killed_in_the_middle_of_a_round_answers_the_rest_at_the_rounds_version(
+    run: Runner,
+) -> None:
+    """What the dead one held is delivered again, and its successor takes the version that the round has pinned."""
+    each = 100 * 16
+
+    def half_way(status: dict[str, Any]) -> bool:
+        counts = [view["counters"] for view in status["roles"] if view["instance"] == "rollout-eval-0"]
+        return bool(counts) and each < counts[0].get("samples", 0) < 2 * each - 400
+
+    done = run(
+        "run.steps=120",
+        "rollout.instances=1",
+        "rollout.eval={prompts: 100, every: 15, instances: 1, samples: 16, temperature: 1.0}",
+        "controller.heartbeat_s=0.2",
+        during=kill_once(half_way, "rollout-eval-0"),
+    )
+    assert done.outcome.state == "finished", done.outcome.reason
+    [evaluator] = [view for view in done.seen[-1]["roles"] if view["instance"] == "rollout-eval-0"]
+    assert evaluator["restarts"] == 1, "it was killed in a round, and came back"
+    evals = done.lines("evals.jsonl")
+    assert len(evals) >= 3 and len({line["when"] for line in evals}) == len(evals)
+    held_out = [s for s in done.lines("samples.jsonl") if s["purpose"] == "eval"]
+    assert len({s["row_id"] for s in held_out}) == each * len(evals), "every round is whole"
+    assert {s["version"] for s in held_out} == {line["version"] for line in evals}, "one version a round"

@@ -10,6 +10,7 @@ from relax.config.run import RunConfig
 from relax.config.sections import ControllerArgs
 from services.controller.api import AdoptionReport, Heartbeat
 from services.controller.book import RunBook
+from services.controller.closing import final_facts
 
 
 @pytest.fixture
@@ -45,6 +46,14 @@ def test_another_replica_of_a_role_is_a_restart_and_its_time_is_added(book: RunB
     book.record_beat(beat("reward", "r2", time_split={"work_s": 0.5}), 3.0)
     assert book.restarts() == 1
     assert book.role_time()["reward"]["work_s"] == 1.5
+
+
+def test_what_went_wrong_is_told_over_restarts_of_the_role(book: RunBook) -> None:
+    book.record_beat(beat("actor", counters={"checkpoints_failed": 1}), 1.0)
+    book.record_beat(beat("reward", counters={"spans_dropped": 3}), 1.0)
+    book.record_beat(beat("actor", "r2", counters={"checkpoints_failed": 1, "spans_dropped": 2}), 2.0)
+    facts = final_facts(book, None, 1.0)
+    assert (facts.checkpoints_failed, facts.spans_dropped) == (2, 5)
 
 
 def test_progress_is_a_counter_that_moves_not_a_heartbeat(book: RunBook) -> None:
