@@ -123,6 +123,7 @@ def test_an_evaluator_that_was_killed_in_the_middle_of_a_round_answers_the_rest_
 
     done = run(
         "run.steps=120",
+        "rollout.data.params={length: 3}",  # of one digit there are not as many prompts
         "rollout.instances=1",
         "rollout.eval={prompts: 100, every: 15, instances: 1, samples: 16, temperature: 1.0}",
         "controller.heartbeat_s=0.2",
