@@ -53,6 +53,8 @@ ENDPOINTS_EVERY_S = 15.0
 ENDPOINTS_DEADLINE_S = 10.0
 TRACKERS_DEADLINE_S = 10.0
 """For all trackers to write what they have, at the end of the run."""
+TAKE_DOWN_DEADLINE_S = 25.0
+"""For instances and weights to go: shorter than `relax run` and `relax stop` wait."""
 STATE_FILE = "state.json"
 
 
@@ -315,10 +317,14 @@ class Controller:
                 logger.error("run failed: %s", reason)
 
     async def _take_down(self) -> None:
-        for app, method in ((names.ROLLOUT, "remove_instances"), (names.DCS, "remove_weights")):
+        """Side by side: a role that never came up must not keep the others from freeing what they hold."""
+
+        async def tell(app: str, method: str) -> None:
             try:
-                await call(app, method, deadline_s=40.0)
+                await call(app, method, deadline_s=TAKE_DOWN_DEADLINE_S)
             except (ServiceUnavailable, serve.exceptions.RayServeException) as error:
                 logger.warning("taking down: %s", error)
+
+        await asyncio.gather(tell(names.ROLLOUT, "remove_instances"), tell(names.DCS, "remove_weights"))
         await self.bus.close()
         await asyncio.to_thread(destroy_bus, self.bus_address)

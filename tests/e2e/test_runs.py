@@ -152,3 +152,16 @@ def test_an_engine_that_was_killed_takes_weights_anew_and_agrees_with_the_traine
     assert 0 < done.summary["logprob_gap_max"] <= 1e-4
     assert all(line["logprob_gap_max"] <= 1e-4 for line in done.lines("metrics.jsonl"))
     assert done.summary["produced"] == done.summary["trained"] + done.summary["dropped"] + done.summary["queued"]
+
+
+@pytest.mark.slow
+def test_a_role_that_cannot_come_up_fails_the_run_and_leaves_no_weights_in_memory(run: Runner, tmp_path: Path) -> None:
+    """`relax check` refuses this file before anything starts; here the manager finds out.
+
+    behaviour: B33
+    """
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    done = run("rollout.eval={prompts: 1000}", f"dcs.shm_dir={shm}")
+    assert done.outcome.state == "failed" and "the evaluation set wants 1000 prompts" in (done.outcome.reason or "")
+    assert list(shm.iterdir()) == []
