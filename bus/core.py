@@ -41,6 +41,7 @@ from bus.records import (
     Tags,
 )
 from bus.schema import check_row, derived_tags
+from bus.wire import pack_call, unpack_call
 from relax.config.run import BusConfig
 
 if TYPE_CHECKING:
@@ -95,10 +96,10 @@ class Core:
     async def call(self, method: str, *arguments: Any, more_s: float = 0.0) -> Any:
         """One call to the engine. Raises the BusError it answers with, BusTimeout, BusUnavailable."""
         try:
-            reply = self._engine.call.remote(method, self.caller, *arguments)
+            reply = self._engine.ask.remote(method, pack_call((self.caller, *arguments)))
         except RayError as error:
             raise BusUnavailable(f"the bus is gone: {error}") from error
-        return await _ask(reply, self.rpc_timeout_s + more_s)
+        return _value(unpack_call(await _answer(reply, self.rpc_timeout_s + more_s)))
 
     async def stats(self) -> BusStats:
         stats: BusStats = await _ask(self._engine.call.remote("stats"), self.rpc_timeout_s)
@@ -349,15 +350,22 @@ async def _find(address: BusAddress, deadline: float) -> Any:
 
 
 async def _ask(reply: Awaitable[Any], timeout_s: float) -> Any:
+    return _value(await _answer(reply, timeout_s))
+
+
+async def _answer(reply: Awaitable[Any], timeout_s: float) -> Any:
     try:
-        value = await asyncio.wait_for(reply, timeout_s)
+        return await asyncio.wait_for(reply, timeout_s)
     except TimeoutError as error:
         raise BusTimeout(f"the bus did not answer within {timeout_s:.1f} s") from error
     except RayError as error:
         raise BusUnavailable(f"the bus is gone: {error}") from error
-    if isinstance(value, BusError):
-        raise value
-    return value
+
+
+def _value(answer: Any) -> Any:
+    if isinstance(answer, BusError):
+        raise answer
+    return answer
 
 
 async def _bounded(work: Awaitable[Any], timeout_s: float, what: str) -> Any:

@@ -314,8 +314,7 @@ class EventKind(enum.StrEnum):
     DEAD = "dead"
 
 
-@dataclass(frozen=True, slots=True)
-class MemberReport:
+class MemberReport(NamedTuple):
     """One member of a complete group. `tags` are those of its rows, later segments winning."""
 
     k: int

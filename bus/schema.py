@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, Literal
 
 import numpy as np
+import orjson
 
 from bus.errors import SchemaError
 from bus.records import PROMPTS, SAMPLES, Array, FieldValue, Scalar
@@ -128,13 +129,20 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     return dtype.name
 
 
-_CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+_PLAIN_JSON = orjson.OPT_SORT_KEYS | orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
+_STRICT_JSON = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def json_bytes(row_id: str, name: str, value: Json) -> bytes:
     """Canonical UTF-8 JSON of a field: equal values give equal digests. NaN is refused."""
     try:
-        return _CANONICAL.encode(value).encode()
+        text = orjson.dumps(value, option=_PLAIN_JSON)
+        if b"null" not in text:
+            return text
+    except TypeError:
+        pass  # nothing that orjson knows: integers above 64 bits and keys that are no strings are JSON all the same
+    try:
+        return _STRICT_JSON.encode(value).encode()  # to orjson a NaN is a null
     except (TypeError, ValueError) as error:
         raise SchemaError(f"row {row_id}: field {name!r} is not JSON: {error}") from error
 

@@ -22,6 +22,8 @@ HEADER = struct.Struct(">I")
 MAX_FRAME_BYTES = 1 << 28
 """A longer frame means that the stream is out of step."""
 
+_COMPACT = json.JSONEncoder(separators=(",", ":"))
+
 SKIP_REST: dict[str, Json] = {"skip_rest": True}
 
 
@@ -40,7 +42,7 @@ def encode(value: Json) -> bytes:
 
 def encode_body(value: Json) -> bytes:
     """The JSON of a value, without a header. Raises `TypeError` if it is not a JSON value."""
-    return json.dumps(value, separators=(",", ":")).encode()
+    return _COMPACT.encode(value).encode()
 
 
 def encode_array(bodies: Iterable[bytes]) -> bytes:

@@ -95,8 +95,8 @@ class RunFolder:
         """One line for one step."""
         self._append(self.metrics_path, [record])
 
-    def append_samples(self, samples: Iterable[Any]) -> None:
-        """One line for each generation with its reward: mappings or dataclass instances."""
+    def append_samples(self, samples: Iterable[Any] | bytes) -> None:
+        """One line for each generation with its reward: mappings, dataclass instances, or lines ready made."""
         self._append(self.samples_path, samples)
 
     def append_eval(self, record: Mapping[str, Json]) -> None:
@@ -153,8 +153,8 @@ class RunFolder:
         """Raises `RunFolderError` where none was written."""
         return self._read_object(self.summary_path)
 
-    def _append(self, path: Path, records: Iterable[Any]) -> None:
-        text = "".join(json.dumps(_plain(record)) + "\n" for record in records)
+    def _append(self, path: Path, records: Iterable[Any] | bytes) -> None:
+        lines = records if isinstance(records, bytes) else json_lines(records)
         with self._lock:
             try:
                 # Unbuffered: a buffer would be written once more, on closing, after a failed write.
@@ -164,7 +164,7 @@ class RunFolder:
                         self._mended.add(path)
                     begin = file.seek(0, os.SEEK_END)
                     try:
-                        _write_all(file, text.encode())
+                        _write_all(file, lines)
                     except OSError:
                         file.truncate(begin)  # half a line must not spoil the next one
                         raise
@@ -181,6 +181,11 @@ class RunFolder:
         if not isinstance(value, dict):
             raise RunFolderError(f"{path} holds no JSON object")
         return value
+
+
+def json_lines(records: Iterable[Any]) -> bytes:
+    """Lines of a .jsonl file: of mappings or dataclass instances."""
+    return "".join(json.dumps(_plain(record)) + "\n" for record in records).encode()
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Json]]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
 from pydantic import BaseModel, Field
 
 from bus.records import BusAddress
+from relax.telemetry.run_folder import json_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,15 @@ class SampleRecord:
     parts: dict[str, float]
     reward_state: str
     finish_reason: str
+
+
+def sample_lines(samples: Iterable[SampleRecord]) -> bytes:
+    """As they lie in `samples.jsonl`: made where the samples are, so that hundreds of them travel as one string."""
+    samples = list(samples)
+    try:
+        return b"".join(orjson.dumps(sample, option=orjson.OPT_APPEND_NEWLINE) for sample in samples)
+    except TypeError:  # a label with an integer above 64 bits
+        return json_lines(samples)
 
 
 @dataclass(frozen=True, slots=True)

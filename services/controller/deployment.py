@@ -37,7 +37,6 @@ from services.controller.api import (
     Health,
     Heartbeat,
     RunInfo,
-    SampleRecord,
     Status,
 )
 from services.controller.book import RunBook, bus_snapshot
@@ -154,8 +153,9 @@ class Controller:
         if self.book.record_step(joined):
             await asyncio.to_thread(self.sinks.write, joined)
 
-    async def report_samples(self, samples: list[SampleRecord]) -> None:
-        await asyncio.to_thread(self.folder.append_samples, samples)
+    async def report_samples(self, lines: bytes) -> None:
+        """Of `sample_lines`."""
+        await asyncio.to_thread(self.folder.append_samples, lines)
 
     async def report_eval(self, report: EvalReport) -> None:
         self.book.evals[report.when] = report

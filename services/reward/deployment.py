@@ -22,7 +22,7 @@ from relax.telemetry.trace import REWARD
 from relax.types import FinishReason, Prompt, Purpose, RewardState
 from services import names
 from services.consume import consume
-from services.controller.api import SampleRecord
+from services.controller.api import SampleRecord, sample_lines
 from services.reward.api import ScoreReply, ScoreRequest
 from services.rollout.evaluation import PART_TAG
 from services.runtime import START_DEADLINE_S, RoleReporter, call, run_folder_path
@@ -105,7 +105,7 @@ class Reward:
         async with self._reporting:  # in order, and the last caller waits for all
             samples, self._unreported = self._unreported, []
             if samples:
-                await call(names.CONTROLLER, "report_samples", samples)
+                await call(names.CONTROLLER, "report_samples", sample_lines(samples))
 
     async def _score_lease(self, lease: Lease) -> None:
         texts = [self._response(row) for row in lease.rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -132,10 +133,16 @@ def test_equal_bytes_of_another_dtype_or_shape_have_another_digest() -> None:
 
 def test_json_has_one_digest_whatever_the_order_of_keys_and_refuses_nan() -> None:
     assert encode_field(ROW, "f", {"a": 1, "b": 2}).digest == encode_field(ROW, "f", {"b": 2, "a": 1}).digest
-    with pytest.raises(SchemaError, match="not JSON"):
-        encode_field(ROW, "reward_parts", {"x": float("nan")})
-    with pytest.raises(SchemaError, match="not JSON"):
-        encode_field(ROW, "reward_parts", {"x": object()})
+    for value in (float("nan"), float("inf"), object(), b"bytes", {1}, date(2026, 1, 1)):
+        with pytest.raises(SchemaError, match="not JSON"):
+            encode_field(ROW, "reward_parts", {"x": [None, value]})
+
+
+def test_large_integers_keys_that_are_no_strings_and_lone_surrogates_come_back_as_json_has_them() -> None:
+    value = {"n": 10**30, "m": -(2**63) - 1, "d": {3: None}, "s": "\ud800"}
+    field = encode_field(ROW, "metadata", value)
+    back = unpack(pack(ROW, [field]), ROW, {"metadata": field.digest})["metadata"]
+    assert back == {"n": 10**30, "m": -(2**63) - 1, "d": {"3": None}, "s": "\ud800"}
 
 
 def test_a_flipped_byte_is_found() -> None:
