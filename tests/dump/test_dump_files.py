@@ -67,7 +67,7 @@ def damage(path: Path) -> None:
         (lambda folder: (folder / "rows.safetensors").unlink(), "rows.safetensors is missing"),
         (lambda folder: damage(folder / "rows.safetensors"), "rows.safetensors is damaged"),
         (lambda folder: damage(folder / "model" / "model.safetensors"), "model.safetensors is damaged"),
-        (lambda folder: (folder / "state" / "trainer.pt").unlink(), "trainer.pt is missing"),
+        (lambda folder: (folder / "state" / "state.json").unlink(), "state.json is missing"),
         (lambda folder: (folder / "dump.json").unlink(), "dump.json is missing"),
         (lambda folder: (folder / "dump.json").write_text("{"), "cannot be read"),
         (lambda folder: edit(folder, schema_version=99), "schema version 99, this build reads 1"),
@@ -133,7 +133,7 @@ def test_dump_of_a_run_file_asks_for_steps() -> None:
 
 def test_steps_that_the_run_does_not_have_are_refused_before_it_starts() -> None:
     tiny = Path(__file__).parents[2] / "deploy" / "tiny_cpu.yaml"
-    with pytest.raises(ConfigError, match="the run has 240 steps, none would be recorded"):
+    with pytest.raises(ConfigError, match=r"the run has \d+ steps, none would be recorded"):
         load_run_file(tiny, ["actor.dump.steps=900-"])
 
 
