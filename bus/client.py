@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -30,6 +30,7 @@ from bus.records import (
     PutResult,
     RowPut,
     Tags,
+    TrainedStep,
     Verdict,
 )
 from relax.config.run import BusConfig
@@ -100,6 +101,14 @@ class BusClient:
         """Owner, incarnation and epoch of this client."""
         return self._core.caller
 
+    async def reattach(self, lost: Caller, *, deadline_s: float) -> None:
+        """After BusUnavailable: attach to the bus that took the place of the one where we were `lost`.
+
+        Calls of several tasks attach once. Leases of before are void. Raises BusUnavailable when there is no bus
+        within the deadline.
+        """
+        await self._loop.run(self._core.reattach(lost, deadline_s))
+
     async def admit(self, groups: Sequence[GroupAdmission], deadline_s: float) -> AdmitResult:
         """Put prompt groups. Idempotent by (group_id, attempt); a higher attempt re-admits.
 
@@ -165,17 +174,34 @@ class BusClient:
             raise
         await self.ack(reply.lease_id)
 
-    async def judge(self, verdicts: Sequence[Verdict]) -> int:
-        """Verdicts over complete groups. Returns how many changed something."""
-        return await self._loop.run(self._core.ask(int, "judge", tuple(verdicts)))
+    async def judge(self, verdicts: Sequence[Verdict], *, caller: Caller | None = None) -> int:
+        """Verdicts over complete groups. Returns how many changed something. `caller`: see `events`."""
+        return await self._loop.run(self._core.ask(int, "judge", tuple(verdicts), caller=caller))
 
     async def drop(self, group_id: str, reason: str) -> bool:
         """End a group untrained. False if it has ended, or the Actor holds it."""
         return await self._loop.run(self._core.ask(bool, "drop", group_id, reason))
 
-    async def events(self, after: int, *, wait_s: float) -> list[Event]:
-        """Events with seq > after, waiting for the first. Acknowledges those up to `after`."""
-        return await self._loop.run(self._core.events(after, wait_s))
+    async def events(self, after: int, *, wait_s: float, caller: Caller | None = None) -> list[Event]:
+        """Events with seq > after, waiting for the first. Acknowledges those up to `after`.
+
+        `caller`: whom `after` was told. Raises StaleEpoch when we are attached to another bus by now.
+        """
+        return await self._loop.run(self._core.events(after, wait_s, caller))
+
+    async def seed(self, fates: Mapping[str, int], through_step: int) -> bool:
+        """What the ledger knows of earlier epochs: train samples by fate, and the newest trained step.
+
+        False when this epoch was told before.
+        """
+        return await self._loop.run(self._core.ask(bool, "seed", dict(fates), through_step))
+
+    async def recommit(self, steps: Sequence[TrainedStep], *, wait_s: float) -> int:
+        """Steps taken before this epoch, oldest first: those that the ledger did not know count as trained now.
+
+        Waits for `seed`; BusTimeout after `wait_s`. Returns how many were new.
+        """
+        return await self._loop.run(self._core.recommit(steps, wait_s))
 
     async def close_topic(self, topic: str) -> None:
         """No more admissions (`prompts`), none for training (`training`), or no more rows (`samples`).
@@ -204,6 +230,10 @@ class BusClient:
         """One atomic snapshot."""
         return await self._loop.run(self._core.stats())
 
+    async def ping(self) -> str:
+        """The epoch, once engine and storage have answered. BusTimeout, or BusUnavailable when one of them is gone."""
+        return await self._loop.run(self._core.ping())
+
     async def close(self) -> None:
         """Stop extending leases and detach. Leases held expire, or go to the next incarnation."""
         await self._loop.run(self._core.close())
@@ -231,6 +261,9 @@ class SyncBusClient:
     @property
     def caller(self) -> Caller:
         return self._core.caller
+
+    def reattach(self, lost: Caller, *, deadline_s: float) -> None:
+        self._loop.block(self._core.reattach(lost, deadline_s), deadline_s)
 
     def _call(self, coroutine: Coroutine[Any, Any, T], more_s: float = 0.0) -> T:
         return self._loop.block(coroutine, self._core.rpc_timeout_s + more_s)
@@ -279,7 +312,13 @@ class SyncBusClient:
         return self._call(self._core.ask(bool, "drop", group_id, reason))
 
     def events(self, after: int, *, wait_s: float) -> list[Event]:
-        return self._call(self._core.events(after, wait_s), wait_s)
+        return self._call(self._core.events(after, wait_s, None), wait_s)
+
+    def seed(self, fates: Mapping[str, int], through_step: int) -> bool:
+        return self._call(self._core.ask(bool, "seed", dict(fates), through_step))
+
+    def recommit(self, steps: Sequence[TrainedStep], *, wait_s: float) -> int:
+        return self._call(self._core.recommit(steps, wait_s), wait_s)
 
     def close_topic(self, topic: str) -> None:
         self._call(self._core.ask(type(None), "close_topic", topic))

@@ -39,6 +39,7 @@ from bus.records import (
     RowHeader,
     RowPut,
     Tags,
+    TrainedStep,
 )
 from bus.schema import check_row, derived_tags
 from bus.wire import pack_call, unpack_call
@@ -52,14 +53,18 @@ T = TypeVar("T")
 _ATTACH_RETRY_S = 0.2
 
 
+Attached = tuple[Any, "BlobStore | None", Caller]
+"""The engine's actor, the storage where rows are moved, and who we are there."""
+
+
 class Core:
     """One attached client. Its methods run on the loop that `connect` ran on."""
 
-    def __init__(self, engine: Any, store: BlobStore | None, caller: Caller, config: BusConfig) -> None:
-        self._engine = engine
-        self._attached = store
-        self.caller = caller
+    def __init__(self, address: BusAddress, role: str, config: BusConfig, attached: Attached) -> None:
+        self._address, self._role = address, role
+        self._engine, self._attached, self.caller = attached
         self.rpc_timeout_s = config.rpc_timeout_s
+        self._attaching = asyncio.Lock()
         self._kept: dict[str, asyncio.Task[None]] = {}
         self._ended: set[str] = set()
         self._farewells: set[asyncio.Task[None]] = set()
@@ -68,17 +73,24 @@ class Core:
     async def connect(
         cls, address: BusAddress, owner: str, role: str, config: BusConfig, rows: bool, deadline_s: float
     ) -> Core:
-        deadline = time.monotonic() + deadline_s
-        engine = await _find(address, deadline)
-        caller: Caller = await _ask(engine.call.remote("register", f"{role}:{owner}"), deadline - time.monotonic())
-        store = None
-        if rows:
-            # TransferQueue and torch, first and by our way of importing them: the endpoints are of their types.
-            kind = await _bounded(asyncio.to_thread(_blob_store), deadline - time.monotonic(), "loading TransferQueue")
-            endpoints = await _ask(engine.call.remote("endpoints"), deadline - time.monotonic())
-            attach = asyncio.to_thread(kind, *endpoints)
-            store = await _bounded(attach, deadline - time.monotonic(), "attaching to the storage")
-        return cls(engine, store, caller, config)
+        return cls(address, role, config, await _attach(address, f"{role}:{owner}", rows, deadline_s))
+
+    async def reattach(self, lost: Caller, deadline_s: float) -> None:
+        """Attach to the bus that took the place of the one that `lost` was registered with.
+
+        Nothing to do when another call has done so. What was leased is void. Raises BusUnavailable when there is no
+        bus within the deadline.
+        """
+        async with self._attaching:
+            if self.caller != lost:
+                return
+            rows, gone = self._attached is not None, self._attached
+            self._engine, self._attached, self.caller = await _attach(self._address, lost.owner, rows, deadline_s)
+            for lease_id in list(self._kept):
+                self._unkeep(lease_id)
+            self._ended.clear()
+            if gone is not None:
+                await asyncio.to_thread(gone.close)
 
     @property
     def _store(self) -> BlobStore:
@@ -86,17 +98,22 @@ class Core:
             raise BusError(f"{self.caller.owner} is connected for calls only: connect with rows=True to move rows")
         return self._attached
 
-    async def ask(self, kind: type[T], method: str, *arguments: Any, more_s: float = 0.0) -> T:
+    async def ask(
+        self, kind: type[T], method: str, *arguments: Any, more_s: float = 0.0, caller: Caller | None = None
+    ) -> T:
         """One call to the engine that answers with a `kind`. Raises as `call` does."""
-        reply = await self.call(method, *arguments, more_s=more_s)
+        reply = await self.call(method, *arguments, more_s=more_s, caller=caller)
         if not isinstance(reply, kind):
             raise BusError(f"{method} answered with {type(reply).__name__}, not {kind.__name__}")
         return reply
 
-    async def call(self, method: str, *arguments: Any, more_s: float = 0.0) -> Any:
-        """One call to the engine. Raises the BusError it answers with, BusTimeout, BusUnavailable."""
+    async def call(self, method: str, *arguments: Any, more_s: float = 0.0, caller: Caller | None = None) -> Any:
+        """One call to the engine, as `caller` if given: refused when the bus is another one by now.
+
+        Raises the BusError it answers with, BusTimeout, BusUnavailable.
+        """
         try:
-            reply = self._engine.ask.remote(method, pack_call((self.caller, *arguments)))
+            reply = self._engine.ask.remote(method, pack_call((caller or self.caller, *arguments)))
         except RayError as error:
             raise BusUnavailable(f"the bus is gone: {error}") from error
         return _value(unpack_call(await _answer(reply, self.rpc_timeout_s + more_s)))
@@ -104,6 +121,9 @@ class Core:
     async def stats(self) -> BusStats:
         stats: BusStats = await _ask(self._engine.call.remote("stats"), self.rpc_timeout_s)
         return stats
+
+    async def ping(self) -> str:
+        return str(await _ask(self._engine.call.remote("ping"), self.rpc_timeout_s))
 
     async def close(self) -> None:
         for lease_id in list(self._kept):
@@ -269,8 +289,14 @@ class Core:
         with contextlib.suppress(BusError):
             await self.release(lease_id, reason, None)
 
-    async def events(self, after: int, wait_s: float) -> list[Event]:
-        reply = await self.call("events", after, wait_s, more_s=wait_s)
+    async def recommit(self, steps: Sequence[TrainedStep], wait_s: float) -> int:
+        reply = await self.call("recommit", tuple(steps), wait_s, more_s=wait_s)
+        if isinstance(reply, Empty):
+            raise BusTimeout(f"the ledger did not tell the new bus of earlier epochs within {wait_s} s")
+        return int(reply)
+
+    async def events(self, after: int, wait_s: float, caller: Caller | None) -> list[Event]:
+        reply = await self.call("events", after, wait_s, more_s=wait_s, caller=caller)
         return [] if isinstance(reply, Empty) else list(reply)
 
     async def rollback(self, to_step: int) -> tuple[str, ...]:
@@ -315,6 +341,30 @@ class Core:
             blobs |= await _bounded(read, self.rpc_timeout_s, "reading from the storage")
         unpacked: dict[BlobRef, dict[str, Any]] = {}  # the rows of a group share their prompt
         return tuple(_row(row, blobs, unpacked) for row in grant.rows)
+
+
+async def _attach(address: BusAddress, owner: str, rows: bool, deadline_s: float) -> Attached:
+    """As a new incarnation of `owner`. An engine that dies meanwhile is looked for again until the deadline."""
+    deadline = time.monotonic() + deadline_s
+    while True:
+        engine = await _find(address, deadline)
+        try:
+            return await _attach_to(engine, owner, rows, deadline)
+        except BusUnavailable:
+            if time.monotonic() + _ATTACH_RETRY_S > deadline:
+                raise
+        await asyncio.sleep(_ATTACH_RETRY_S)
+
+
+async def _attach_to(engine: Any, owner: str, rows: bool, deadline: float) -> Attached:
+    caller: Caller = await _ask(engine.call.remote("register", owner), deadline - time.monotonic())
+    if not rows:
+        return engine, None, caller
+    # TransferQueue and torch, first and by our way of importing them: the endpoints are of their types.
+    kind = await _bounded(asyncio.to_thread(_blob_store), deadline - time.monotonic(), "loading TransferQueue")
+    endpoints = await _ask(engine.call.remote("endpoints"), deadline - time.monotonic())
+    attach = asyncio.to_thread(kind, *endpoints)
+    return engine, await _bounded(attach, deadline - time.monotonic(), "attaching to the storage"), caller
 
 
 def _header(

@@ -36,6 +36,7 @@ from bus.records import (
     LeaseRequest,
     PutPlan,
     RowHeader,
+    TrainedStep,
     Verdict,
 )
 from bus.tq import SequentialSampler, ZMQMessage, ZMQRequestType, ZMQServerInfo
@@ -130,6 +131,8 @@ class BusEngine(_Controller):  # type: ignore[misc]
     # -- calls -------------------------------------------------------------------------------
 
     async def register(self, owner: str) -> Caller | BusError:
+        if not self._stores:  # found by its name before `start` was through
+            return BusUnavailable("the bus is starting")
         return self._run(lambda now: self._index.register(owner, now))
 
     async def endpoints(self) -> tuple[ZMQServerInfo, dict[str, ZMQServerInfo]]:
@@ -191,6 +194,16 @@ class BusEngine(_Controller):  # type: ignore[misc]
 
     async def events(self, caller: Caller, after: int, wait_s: float) -> list[Event] | Empty | BusError:
         return await self._poll("events", wait_s, caller, lambda now: self._index.events(caller, after, now) or Empty())
+
+    async def seed(self, caller: Caller, fates: dict[str, int], through_step: int) -> bool | BusError:
+        return self._call(caller, lambda now: self._index.seed(caller, fates, through_step, now))
+
+    async def recommit(self, caller: Caller, steps: tuple[TrainedStep, ...], wait_s: float) -> int | Empty | BusError:
+        def repeat(now: float) -> int | Empty:
+            known = self._index.recommit(caller, steps, now)
+            return Empty("unseeded") if known is None else known
+
+        return await self._poll("seed", wait_s, caller, repeat)
 
     async def close_topic(self, caller: Caller, topic: str) -> BusError | None:
         return self._call(caller, lambda now: self._index.close_topic(caller, topic, now))

@@ -25,6 +25,7 @@ _ENVIRONMENT = {
     "TQ_LOGGING_LEVEL": "ERROR",
     "TQ_PRE_ALLOC_SAMPLE_NUM": "1",
 }
+_GONE_POLL_S = 0.05
 _ENGINE_CALLS = 1000
 """Calls that may wait in the engine at once: long polls of every replica."""
 
@@ -112,11 +113,19 @@ def ping(address: BusAddress, deadline_s: float) -> str:
     return str(reply)
 
 
-def destroy_bus(address: BusAddress) -> None:
-    """End all processes of the bus. Those already gone are no error."""
+def destroy_bus(address: BusAddress, deadline_s: float = 30.0) -> None:
+    """End all processes of the bus. Those already gone are no error.
+
+    Their names are free when this returns. Raises BusTimeout when one is still known after `deadline_s`.
+    """
+    deadline = time.monotonic() + deadline_s
     for name in (address.engine, *address.stores):
         with contextlib.suppress(ValueError):
-            _kill([ray.get_actor(name, namespace=address.namespace)])
+            while True:
+                _kill([ray.get_actor(name, namespace=address.namespace)])
+                if time.monotonic() > deadline:
+                    raise BusTimeout(f"{name} is still there after {deadline_s} s")
+                time.sleep(_GONE_POLL_S)
 
 
 def _options(name: str, namespace: str) -> dict[str, Any]:

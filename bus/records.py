@@ -29,6 +29,10 @@ DRAIN = "drain"
 """Release reason of a consumer that hands work back in good order: the delivery does not count."""
 
 
+DEAD_LETTER = "dead_letter"
+"""Fate of what was handed out too often."""
+
+
 class VerdictKind(enum.StrEnum):
     ACCEPTED = "accepted"
     FILTERED = "filtered"
@@ -310,8 +314,11 @@ class Verdict:
 class EventKind(enum.StrEnum):
     COMPLETE = "complete"
     TRAINED = "trained"
-    STALE = "stale"
-    DEAD = "dead"
+    FILTERED = "filtered"
+    DROPPED = "dropped"
+    """Ended untrained: by a verdict or a drop, as `stale`, or as a dead letter; the reason says which."""
+    DEAD_ROW = "dead_row"
+    """A member was handed out too often and ended; its group goes on."""
 
 
 class MemberReport(NamedTuple):
@@ -337,7 +344,10 @@ class MemberReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`seq` grows by one per event. `row_id` is set for `dead` rows, `step` for `trained`."""
+    """`seq` grows by one per event. `row_id` is set for `dead_row`, `step` for `trained`.
+
+    `samples`: of a group that ended, its produced samples by fate.
+    """
 
     seq: int
     kind: EventKind
@@ -347,6 +357,15 @@ class Event:
     step: int | None = None
     row_id: str | None = None
     reason: str | None = None
+    samples: Mapping[str, int] = field(default_factory=dict)
+
+
+class TrainedStep(NamedTuple):
+    """A step that the trainer has taken: its groups, each with the number of samples that were trained."""
+
+    step: int
+    version: int
+    groups: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 from bus.client import BusClient
-from bus.errors import BusError, BusTimeout
-from bus.records import AckResult, Closed, Empty, Lease, LeaseRequest
+from bus.errors import BusError, BusTimeout, BusUnavailable, LeaseLost
+from bus.records import Closed, Empty, Lease, LeaseRequest
 from relax.telemetry.time_split import WAIT_DATA, WORK
-from relax.types import PolicyVersion
+from services.bus_link import BUS_TIMEOUTS, BusLink
 from services.runtime import RoleReporter
 
 LONG_POLL_S = 2.0
 """How long one lease call waits in the bus: also how late a stop is noticed."""
-
-COMMIT_ATTEMPTS = 3
 
 
 @contextlib.asynccontextmanager
@@ -30,43 +28,36 @@ async def holding(bus: BusClient, lease: Lease) -> AsyncIterator[None]:
     await bus.ack(lease.lease_id)
 
 
-async def commit_step(
-    bus: BusClient,
-    lease_ids: Sequence[str],
-    *,
-    version: PolicyVersion,
-    step: int,
-    on_repeat: Callable[[], None],
-) -> AckResult:
-    """Commit a trained step; repeated when no answer came, as the bus knows a step that it has committed.
-
-    `on_repeat` is called before each repetition. Raises `BusTimeout` after `COMMIT_ATTEMPTS` unanswered calls.
-    """
-    for _ in range(COMMIT_ATTEMPTS - 1):
-        try:
-            return await bus.commit_step(lease_ids, version=version, step=step)
-        except BusTimeout:
-            on_repeat()
-    return await bus.commit_step(lease_ids, version=version, step=step)
-
-
 async def consume(
     bus: BusClient,
     request: LeaseRequest,
     reporter: RoleReporter,
     handle: Callable[[Lease], Awaitable[None]],
 ) -> None:
-    """Until the bus closes the task or the run stops. An exception in `handle` releases the lease and passes on."""
+    """Until the bus closes the task or the run stops.
+
+    An exception in `handle` releases the lease and passes on, unless it is of the bus: a lost lease, an unanswered
+    call and a lost bus are counted, and the work goes on with what is leased next.
+    """
+    link = BusLink(bus, reporter)
     while not reporter.stopped.is_set():
         reporter.waiting_for = f"rows ready for {request.task}"
-        with reporter.time_split.book(WAIT_DATA):
-            lease = await bus.lease(request, wait_s=LONG_POLL_S, keep=True)
-        if isinstance(lease, Closed):
-            return
-        if isinstance(lease, Empty):
-            continue
-        reporter.waiting_for = ""
-        async with holding(bus, lease):
-            with reporter.time_split.book(WORK):
-                await handle(lease)
-        reporter.count("rows", len(lease.rows))
+        here = bus.caller
+        try:
+            with reporter.time_split.book(WAIT_DATA):
+                lease = await bus.lease(request, wait_s=LONG_POLL_S, keep=True)
+            if isinstance(lease, Closed):
+                return
+            if isinstance(lease, Empty):
+                continue
+            reporter.waiting_for = ""
+            async with holding(bus, lease):
+                with reporter.time_split.book(WORK):
+                    await handle(lease)
+            reporter.count("rows", len(lease.rows))
+        except LeaseLost:
+            reporter.count("leases_lost")
+        except BusTimeout:
+            reporter.count(BUS_TIMEOUTS)
+        except BusUnavailable:
+            await link.rejoin(here)

@@ -34,6 +34,7 @@ from bus.records import (
     PutPlan,
     PutResult,
     RowHeader,
+    TrainedStep,
     Verdict,
 )
 
@@ -165,7 +166,42 @@ class Index:
             events.popleft()
         self.state.events_acked = max(self.state.events_acked, after)
         self._groups.forget()
-        return [event for event, _ in zip(events, range(EVENTS_PER_REPLY), strict=False)]
+        reply: list[Event] = []
+        for event in events:
+            # A step is told whole: who has read of it has read of all its groups.
+            if len(reply) >= EVENTS_PER_REPLY and (event.step is None or event.step != reply[-1].step):
+                break
+            reply.append(event)
+        return reply
+
+    def seed(self, caller: Caller, fates: dict[str, int], through_step: int, now: float) -> bool:
+        """What the ledger knows of earlier epochs: samples by fate, trained up to `through_step`.
+
+        Counts once per epoch: False when this one was told before.
+        """
+        self._enter(caller, now)
+        if self.state.seeded_through is not None:
+            return False
+        self.state.seeded_through = through_step
+        self.state.settled.update(fates)
+        self.state.produced += sum(fates.values())
+        self.state.woken.add("seed")
+        return True
+
+    def recommit(self, caller: Caller, steps: tuple[TrainedStep, ...], now: float) -> int | None:
+        """Steps that the trainer took before this epoch: those that nobody knows count now.
+
+        Returns how many did, or None while the ledger has not spoken (`seed`).
+        """
+        self._enter(caller, now)
+        if self.state.seeded_through is None:
+            return None
+        new = [step for step in steps if step.step > max(self.state.seeded_through, self.state.step)]
+        for step in new:
+            for group_id, samples in step.groups.items():
+                self._groups.trained_elsewhere(group_id, step.step, samples)
+            self._set_version(step.version, step.step)
+        return len(new)
 
     def close_topic(self, caller: Caller, topic: str, now: float) -> None:
         self._enter(caller, now)

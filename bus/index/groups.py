@@ -11,11 +11,21 @@ from collections import Counter
 from bus.errors import BusError
 from bus.index.state import TRAINED, Garbage, Group, Member, Row, State
 from bus.index.tasks import TaskQueues
-from bus.records import PROMPTS, AdmitHeader, Event, EventKind, MemberReport, Scalar, Verdict, VerdictKind
+from bus.records import (
+    DEAD_LETTER,
+    PROMPTS,
+    AdmitHeader,
+    Event,
+    EventKind,
+    MemberReport,
+    Scalar,
+    Verdict,
+    VerdictKind,
+)
+from relax.types import Purpose
 
 EVENTS = "events"
 SPACE = "space"
-DEAD_LETTER = "dead_letter"
 
 
 class Groups:
@@ -125,20 +135,19 @@ class Groups:
         """Dead letter: the row was handed out too often."""
         self._s.counters["dead_letters"] += 1
         if self.tombstone(group, row.k, DEAD_LETTER):
-            self.emit(EventKind.DEAD, group, row_id=row.row_id, reason=task)
+            self.emit(EventKind.DEAD_ROW, group, row_id=row.row_id, reason=task)
 
     def kill_group(self, group: Group, task: str) -> None:
         """Dead letter of a group-level task: missing members for rollout, the whole for actor."""
         if task == "actor":
             self._s.counters["dead_letters"] += 1
             self.end(group, DEAD_LETTER)
-            self.emit(EventKind.DEAD, group, reason=task)
             return
         for k, member in enumerate(group.members):
             if member.missing:
                 self._s.counters["dead_letters"] += 1
                 self.tombstone(group, k, DEAD_LETTER)
-                self.emit(EventKind.DEAD, group, row_id=f"{group.spec.group_id}/{k}", reason=task)
+                self.emit(EventKind.DEAD_ROW, group, row_id=f"{group.spec.group_id}/{k}", reason=task)
 
     def refresh(self, group: Group) -> None:
         """After any change of a member: is the group produced, complete, ready for somebody?"""
@@ -175,26 +184,42 @@ class Groups:
             group.verdict = verdict.kind
             self._queues.offer_group(group)
             return True
-        return self.drop(verdict.group_id, verdict.reason or verdict.kind.value)
+        ended = EventKind.FILTERED if verdict.kind is VerdictKind.FILTERED else EventKind.DROPPED
+        return self.drop(verdict.group_id, verdict.reason or verdict.kind.value, ended)
 
-    def drop(self, group_id: str, reason: str) -> bool:
+    def drop(self, group_id: str, reason: str, kind: EventKind = EventKind.DROPPED) -> bool:
         """End a group untrained. False if it is unknown, ended, or held by the trainer (it wins)."""
         group = self._s.groups.get(group_id)
         if group is None or group.fate is not None or group.actor.lease_id is not None:
             return False
         if reason == TRAINED:
             raise BusError(f"{TRAINED!r} is not a reason to drop {group_id}")
-        self.end(group, reason)
+        self.end(group, reason, kind=kind)
         return True
 
-    def end(self, group: Group, fate: str, step: int | None = None) -> None:
-        """Terminal: every visible sample gets its fate, reservations return, rows become free."""
+    def end(
+        self,
+        group: Group,
+        fate: str,
+        step: int | None = None,
+        *,
+        kind: EventKind = EventKind.DROPPED,
+        elsewhere: int | None = None,
+    ) -> None:
+        """Terminal: every visible sample gets its fate, reservations return, rows become free.
+
+        `step`: it was trained then, and its rows are retained; with `elsewhere` it was trained from so many samples
+        of an earlier epoch, and what it has here is of no use. `kind`: of the event, if it was not trained.
+        """
         group.fate, group.step = fate, step
         for member in group.members:
             self._unreserve(member)
             if member.counted and member.fate is None:
                 member.fate = fate
         group.tally = Counter(m.fate for m in group.members if m.counted and m.fate is not None)
+        if elsewhere is not None:
+            self._s.produced += elsewhere - group.tally[fate]
+            group.tally[fate] = elsewhere
         group_id = group.spec.group_id
         self._s.unproduced.discard(group_id)
         self._s.incomplete.discard(group_id)
@@ -202,12 +227,30 @@ class Groups:
         if group.is_train and group.actor.lease_id is None:
             self._leave_waiting(group)
         self._s.woken |= {"rollout", "actor", SPACE, *self._queues.rows}
-        if step is not None:
+        if step is not None and elsewhere is None:
+            group.retained = True
             self._retain(group)
             self._s.trained_in.setdefault(step, []).append(group_id)
-            self.emit(EventKind.TRAINED, group, step=step)
-        else:
-            self.free_if_unheld(group)
+        self.emit(kind if step is None else EventKind.TRAINED, group, step=step, reason=fate if step is None else None)
+        self.free_if_unheld(group)
+
+    def trained_elsewhere(self, group_id: str, step: int, samples: int) -> None:
+        """A group that was trained from the rows of an earlier epoch: it ends here, or is not taken when it comes."""
+        group = self._s.groups.get(group_id)
+        if group is not None and group.fate is not None:
+            return
+        self._s.trained_elsewhere[group_id] = (step, samples)
+        if group is not None:
+            self.end(group, TRAINED, step, elsewhere=samples)
+            return
+        self._s.produced += samples
+        self._s.settled[TRAINED] += samples
+        self._s.event_seq += 1
+        event = Event(
+            self._s.event_seq, EventKind.TRAINED, group_id, Purpose.TRAIN, step=step, samples={TRAINED: samples}
+        )
+        self._s.events.append(event)
+        self._s.woken.add(EVENTS)
 
     def taken_by_actor(self, group: Group) -> None:
         self._leave_waiting(group)
@@ -243,6 +286,7 @@ class Groups:
             for group_id in self._s.trained_in.pop(step):
                 group = self._s.groups[group_id]
                 group.fate = group.step = group.tally = None
+                group.retained = False
                 for member in group.members:
                     if member.fate == TRAINED:
                         member.fate = None
@@ -251,7 +295,16 @@ class Groups:
                 group.actor.deliveries = 0
                 self.given_back_by_actor(group)
                 taken.append(group_id)
+        for group_id in [g for g, (step, _) in self._s.trained_elsewhere.items() if step > to_step]:
+            self._forget_elsewhere(group_id)
         return tuple(taken)
+
+    def _forget_elsewhere(self, group_id: str) -> None:
+        """Its rows are lost: it may be admitted and generated anew."""
+        _, samples = self._s.trained_elsewhere.pop(group_id)
+        self._s.produced -= samples
+        if self._s.groups.pop(group_id, None) is None:  # else its tally goes with it
+            self._s.settled[TRAINED] -= samples
 
     # -- freeing -----------------------------------------------------------------------------
 
@@ -273,8 +326,8 @@ class Groups:
         return len(self._s.garbage) - before
 
     def free_if_unheld(self, group: Group) -> None:
-        """Rows of a dropped group go once no lease can be reading them."""
-        if group.fate not in (None, TRAINED) and not group.holds and not group.freed:
+        """Rows of a group that ended, and is not retained, go once no lease can be reading them."""
+        if group.fate is not None and not group.retained and not group.holds and not group.freed:
             self._free(group, retained=False)
 
     def _free(self, group: Group, *, retained: bool) -> int:
@@ -305,12 +358,14 @@ class Groups:
         """Drop freed groups whose last event the reader has acknowledged, keeping their sums."""
         queue = self._s.forgettable
         while queue:
-            group = self._s.groups[queue[0]]
-            if group.last_event > self._s.events_acked:
-                return
-            if group.is_train and group.tally is not None:
-                self._s.settled.update(group.tally)
-            del self._s.groups[queue.popleft()]
+            group = self._s.groups.get(queue[0])
+            if group is not None:
+                if group.last_event > self._s.events_acked:
+                    return
+                if group.is_train and group.tally is not None:
+                    self._s.settled.update(group.tally)
+                del self._s.groups[group.spec.group_id]
+            queue.popleft()
 
     # -- events ------------------------------------------------------------------------------
 
@@ -327,6 +382,16 @@ class Groups:
         self._s.event_seq += 1
         group.last_event = self._s.event_seq
         self._s.events.append(
-            Event(self._s.event_seq, kind, group.spec.group_id, group.purpose, members, step, row_id, reason)
+            Event(
+                self._s.event_seq,
+                kind,
+                group.spec.group_id,
+                group.purpose,
+                members,
+                step,
+                row_id,
+                reason,
+                dict(group.tally or {}),
+            )
         )
         self._s.woken.add(EVENTS)

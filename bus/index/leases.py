@@ -20,7 +20,6 @@ from bus.records import (
     Caller,
     Closed,
     Empty,
-    EventKind,
     Grant,
     GroupInfo,
     LeaseRequest,
@@ -135,7 +134,6 @@ class Leases:
         while len(lease.items) < request.max_items and (group := queue.peek()) is not None:
             if self._too_old(group, request):
                 self._groups.end(group, STALE)
-                self._groups.emit(EventKind.STALE, group, reason=STALE)
                 continue
             if slots is not None and slots - self._held_for_overdue(group, request) < 1:
                 return "held"

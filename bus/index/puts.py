@@ -12,7 +12,7 @@ from bus.errors import BusError, GroupTooLarge, LeaseLost, PutLost, SchemaError
 from bus.index.groups import Groups
 from bus.index.leases import Leases
 from bus.index.partitions import Partitions
-from bus.index.state import Garbage, Group, Member, Plan, PlannedFields, Row, State, StoredField
+from bus.index.state import TRAINED, Garbage, Group, Member, Plan, PlannedFields, Row, State, StoredField
 from bus.index.tasks import TaskQueues
 from bus.records import PROMPTS, SAMPLES, TRAINING, AdmitHeader, Caller, PlannedRow, PutPlan, PutResult, RowHeader
 from relax.types import Purpose
@@ -118,6 +118,9 @@ class Puts:
     def _is_new_group(self, spec: AdmitHeader, plan: Plan) -> bool:
         group = self._s.groups.get(spec.group_id)
         if group is None:
+            if spec.group_id in self._s.trained_elsewhere:
+                plan.refused.append((spec.group_id, TRAINED))
+                return False
             if PROMPTS in self._s.closed or (TRAINING in self._s.closed and spec.purpose == Purpose.TRAIN):
                 plan.refused.append((spec.group_id, "closed"))
                 return False

@@ -120,6 +120,8 @@ class Group:
     actor: Claim = field(default_factory=Claim)
     holds: int = 0
     freed: bool = False
+    retained: bool = False
+    """Trained, and its rows kept until a checkpoint covers them."""
     tally: Counter[str] | None = None
     """Once ended: its produced samples by fate."""
     last_event: int = 0
@@ -243,6 +245,10 @@ class State:
     waiting_by_version: Counter[int] = field(default_factory=Counter)
     trained_in: dict[int, list[str]] = field(default_factory=dict)
     garbage: deque[Garbage] = field(default_factory=deque)
+    trained_elsewhere: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Groups trained from rows of an earlier epoch: (step, samples)."""
+    seeded_through: int | None = None
+    """The newest step that the ledger knew when it told this epoch what happened in earlier ones."""
     events: deque[Event] = field(default_factory=deque)
     event_seq: int = 0
     events_acked: int = 0

@@ -11,6 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from relax.types import RelaxError
 
 SCHEMA_VERSION: Literal[1] = 1
+TENSORS, FACTS = "state.safetensors", "state.json"
+"""Files of a trainer's state (`relax.training.state`)."""
+SNAPSHOT_BUFFERS = 3
+"""Copies of the trainer's state in host memory: the newest, the one that is being written, and one that is saved."""
 MANIFEST_NAME = "manifest.json"
 DIGEST_BYTES = 16
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from relax.checkpoint.manifest import SNAPSHOT_BUFFERS
 from relax.cli.cluster import port_is_free
 from relax.config.cross import eval_data, worst_group_bytes
 from relax.config.file import ConfigError
@@ -222,8 +223,9 @@ def plan(file: RunFile, sizes: Mapping[str, int]) -> CheckReport:
         placements=placements,
         parameters=parameters,
         disk_bytes=(file.dcs.keep_checkpoints + 1) * 12 * parameters + 8 * parameters,
-        # The instances' copy, where it lies beside the store.
-        shm_bytes=(file.dcs.keep_versions + 2) * 4 * parameters * (2 if file.dcs.transport == "tcp" else 1),
+        # The instances' copy, where it lies beside the store; and snapshots of weights and two moments.
+        shm_bytes=(file.dcs.keep_versions + 2) * 4 * parameters * (2 if file.dcs.transport == "tcp" else 1)
+        + SNAPSHOT_BUFFERS * 12 * trained,
     )
 
 

@@ -10,6 +10,7 @@ from relax.config.actor import ActorConfig
 from relax.config.run import RunConfig
 from relax.data.models import ensure_model
 from relax.training.build import build_backend
+from relax.training.state import POLICY, part_of, read_state
 from relax.types import RelaxError
 
 
@@ -36,7 +37,7 @@ def export_checkpoint(run_dir: Path, to: Path, step: int | None) -> Path:
         actor, model, run.steps, run.seed, run.threads, trust_remote_code=run.model.trust_remote_code
     )
     try:
-        backend.load(checkpoint)
+        backend.load_state(part_of(read_state(checkpoint), POLICY), str(checkpoint))
         backend.export(to)
     finally:
         backend.close()

@@ -96,6 +96,9 @@ class ActorConfig(StrictModel):
     """Type of published weights; must equal rollout.engine.dtype, or their digests could not agree."""
     export: bool = False
     """Write the trained model as a Hugging Face folder `export` in the run folder at the end."""
+    snapshot_every: Annotated[int, Field(ge=0)] = 1
+    """Steps between snapshots of the actor's state in host memory, from which one that died goes on. 0: only for
+    checkpoints."""
     checkpoint_every: Annotated[int, Field(ge=0)] = 0
     """Steps between checkpoints; 0: only the last step."""
     dump: DumpConfig = DumpConfig()

@@ -245,6 +245,10 @@ class ControllerConfig(StrictModel):
     """All roles must have reported within this time."""
     stall_s: Annotated[float, Field(gt=0)] = 120.0
     """When no counter moves for this long, the watchdog names who waits for whom (B46)."""
+    bus_silence_s: Annotated[float, Field(gt=0)] = 30.0
+    """A bus that answers nothing for this long is taken for dead and made anew."""
+    max_bus_restarts: Annotated[int, Field(ge=0)] = 10
+    """How often the bus may be made anew before the run fails."""
     stall_stops_run: bool = False
     """Fail the run on a stall instead of only reporting it."""
     logprob_gap_limit: Annotated[float, Field(gt=0)] | None = None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from relax.dump.record import BY_NAME, RowDump, Update
 from relax.training.base import Critic, LossFn, LossOutput, StepResult, TrainBatch, TrainingBackend
+from relax.training.state import TrainerState
 from relax.types import Json
 
 POLICY, CRITIC = "policy", "critic"
@@ -94,6 +95,12 @@ class RecordingBackend:
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self._inner.state_tensors()
 
+    def state(self) -> TrainerState:
+        return self._inner.state()
+
+    def load_state(self, saved: TrainerState, where: str) -> None:
+        self._inner.load_state(saved, where)
+
     def save(self, folder: Path) -> None:
         self._inner.save(folder)
 
@@ -126,6 +133,12 @@ class RecordingCritic:
 
     def values(self, tokens: Tensor, wanted: Tensor) -> Tensor:
         return self._inner.values(tokens, wanted)
+
+    def state(self) -> TrainerState:
+        return self._inner.state()
+
+    def load_state(self, saved: TrainerState, where: str) -> None:
+        self._inner.load_state(saved, where)
 
     def save(self, folder: Path) -> None:
         self._inner.save(folder)

@@ -39,6 +39,7 @@ class FinalFacts:
     dropped_by_reason: Mapping[str, int]
     queued: int
     restarts_unasked: int
+    bus_restarts: int = 0
     lag_histogram: Mapping[int, int] = field(default_factory=dict)
     max_staleness: int = 0
     logprob_gap_mean: float = 0.0
@@ -77,6 +78,7 @@ def build_summary(records: Sequence[Mapping[str, float]], facts: FinalFacts, *, 
         "dropped_by_reason": dict(facts.dropped_by_reason),
         "queued": facts.queued,
         "restarts_unasked": facts.restarts_unasked,
+        "bus_restarts": facts.bus_restarts,
         "logprob_gap_max": max([*gaps, facts.logprob_gap_max]),
         "logprob_gap_mean": facts.logprob_gap_mean,
         "checkpoints_failed": facts.checkpoints_failed,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from relax.training.state import TrainerState
 from relax.types import NO_VERSION, Json, PolicyVersion, RelaxError
 
 if TYPE_CHECKING:
@@ -126,8 +127,16 @@ class TrainingBackend(Protocol):
         """(Hugging Face name, live parameter) in a fixed order; tied parameters once."""
         ...
 
+    def state(self) -> TrainerState:
+        """Model, optimizer, schedule and RNG: what a restarted trainer needs to go on as if it had not been."""
+        ...
+
+    def load_state(self, saved: TrainerState, where: str) -> None:
+        """Raises `ModelError`, which says `where`, for the state of another model; nothing is changed then."""
+        ...
+
     def save(self, folder: Path) -> None:
-        """Model, optimizer, schedule and RNG into an existing empty folder. Raises `NotSaved`."""
+        """The state into an existing empty folder. Raises `NotSaved`."""
         ...
 
     def load(self, folder: Path) -> None: ...
@@ -151,6 +160,10 @@ class Critic(Protocol):
     def step(self, batches: Iterable[TrainBatch], loss_fn: LossFn) -> StepResult:
         """As `TrainingBackend.step`; the loss function gets (batch, values with gradient, zeros)."""
         ...
+
+    def state(self) -> TrainerState: ...
+
+    def load_state(self, saved: TrainerState, where: str) -> None: ...
 
     def save(self, folder: Path) -> None: ...
 

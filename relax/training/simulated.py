@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,9 +13,9 @@ from relax.config.run import RunConfig
 from relax.simulation.engine import LOGPROB
 from relax.simulation.turns import profile_of
 from relax.training.base import LossFn, StepResult, TrainBatch
+from relax.training.state import TrainerState, check_tensors, read_state, write_state
 from relax.types import Json, ModelError
 
-STATE = "simulated.json"
 WEIGHTS = "simulated.updates"
 
 
@@ -56,11 +55,18 @@ class SimulatedBackend:
     def state_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield WEIGHTS, self._weights
 
+    def state(self) -> TrainerState:
+        return TrainerState({WEIGHTS: self._weights}, {})
+
+    def load_state(self, saved: TrainerState, where: str) -> None:
+        check_tensors(saved, self.state(), where)
+        self._weights.copy_(saved.tensors[WEIGHTS])
+
     def save(self, folder: Path) -> None:
-        (folder / STATE).write_text(json.dumps({"updates": int(self._weights[0])}))
+        write_state(self.state(), folder)
 
     def load(self, folder: Path) -> None:
-        self._weights.fill_(json.loads((folder / STATE).read_text())["updates"])
+        self.load_state(read_state(folder), str(folder))
 
     def export(self, folder: Path) -> None:
         raise ModelError("a simulated trainer has no model to export")

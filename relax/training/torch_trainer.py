@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +13,18 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from relax.config.actor import OptimConfig
 from relax.training.base import OPTIONAL_COLUMNS, LossFn, LossOutput, NonFiniteUpdate, NotSaved, StepResult, TrainBatch
 from relax.training.schedule import learning_rate
+from relax.training.state import TrainerState, check_tensors, read_state, write_state
 from relax.types import ModelError
 
-STATE_SCHEMA = 1
+STATE_SCHEMA = 2
+RNG, STEPS = "rng", "steps"
+"""Of a state: the CPU generator's (uint8), and the updates of each parameter (float32 [parameters])."""
+MODEL, MOMENTS = "model.", ("exp_avg", "exp_avg_sq")
 
 Score = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(tokens, wanted, temperature) -> two float32 [R, T], 0 where not wanted: what the loss function gets."""
@@ -50,6 +53,11 @@ class TorchTrainer:
         self._updates = 0
         self._params = [p for p in self._model.parameters() if p.requires_grad]
         self._optimizer = _adamw(self._params, optim)
+        for parameter in self._params:  # as the first step would, so that a state has all its tensors from the start
+            self._optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=self.device),
+                **{name: torch.zeros_like(parameter) for name in MOMENTS},
+            }
 
     def step(self, batches: Iterable[TrainBatch], loss_fn: LossFn) -> StepResult:
         """See `TrainingBackend.step`. A non-finite number raises at once; the rest of the stream is not read."""
@@ -120,34 +128,43 @@ class TorchTrainer:
         for name, parameter in self._model.named_parameters():
             yield name, parameter.detach()
 
+    def state(self) -> TrainerState:
+        """See `TrainingBackend.state`."""
+        tensors = {MODEL + name: tensor for name, tensor in self.state_tensors()}
+        steps = []
+        for name, parameter in self._model.named_parameters():
+            moments = self._optimizer.state.get(parameter)
+            if moments is not None:
+                tensors |= {f"{kind}.{name}": moments[kind] for kind in MOMENTS}
+                steps.append(moments["step"])
+        tensors[STEPS] = torch.stack([step.to(torch.float32) for step in steps])
+        tensors[RNG] = torch.get_rng_state()
+        return TrainerState(tensors, {"schema": STATE_SCHEMA, "updates": self._updates})
+
+    def load_state(self, saved: TrainerState, where: str) -> None:
+        """See `TrainingBackend.load_state`."""
+        if saved.facts.get("schema") != STATE_SCHEMA:
+            schema = saved.facts.get("schema")
+            raise ModelError(f"{where}: trainer state of schema {schema}, this build reads {STATE_SCHEMA}")
+        own = self.state()
+        check_tensors(saved, own, where)
+        # Settings come from the configuration, which may have changed since; only the moments are state.
+        for name, tensor in own.tensors.items():
+            if name not in (STEPS, RNG):
+                tensor.copy_(saved.tensors[name])
+        held = [moments for p in self._model.parameters() if (moments := self._optimizer.state.get(p)) is not None]
+        for moments, step in zip(held, saved.tensors[STEPS], strict=True):
+            moments["step"].copy_(step)
+        self._updates = saved.facts["updates"]
+        torch.set_rng_state(saved.tensors[RNG].cpu())
+
     def save(self, folder: Path) -> None:
-        state = {
-            "schema": STATE_SCHEMA,
-            "updates": self._updates,
-            "moments": self._optimizer.state_dict()["state"],
-            "rng": torch.get_rng_state(),
-        }
         with saving(folder):
-            tensors = {name: tensor.contiguous() for name, tensor in self.state_tensors()}
-            save_file(tensors, folder / "model.safetensors")
-            torch.save(state, folder / "trainer.pt")
+            write_state(self.state(), folder)
 
     def load(self, folder: Path) -> None:
         """Raises `ModelError` when the folder is not a state of this model; nothing is changed then."""
-        state = torch.load(folder / "trainer.pt", map_location="cpu", weights_only=True)
-        if state["schema"] != STATE_SCHEMA:
-            raise ModelError(f"{folder}: trainer state of schema {state['schema']}, this build reads {STATE_SCHEMA}")
-        saved, own = load_file(folder / "model.safetensors"), dict(self.state_tensors())
-        if _shapes(saved) != _shapes(own):
-            differing = sorted(dict(_shapes(saved).items() ^ _shapes(own).items()))
-            raise ModelError(f"{folder}: tensors differ from the model's: {', '.join(differing[:8])}")
-        # Settings come from the configuration, which may have changed since; only the moments are state.
-        settings = self._optimizer.state_dict()["param_groups"]
-        self._optimizer.load_state_dict({"state": state["moments"], "param_groups": settings})
-        for name, tensor in own.items():
-            tensor.copy_(saved[name])
-        self._updates = state["updates"]
-        torch.set_rng_state(state["rng"])
+        self.load_state(read_state(folder), str(folder))
 
 
 class _Totals:
@@ -199,10 +216,6 @@ def _to(batch: TrainBatch, device: torch.device) -> TrainBatch:
 _COLUMNS = (
     "tokens", "attention_mask", "loss_mask", "temperature", "advantages", "rollout_logprobs", "versions",
 )  # fmt: skip
-
-
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def _adamw(params: list[nn.Parameter], config: OptimConfig) -> torch.optim.AdamW:

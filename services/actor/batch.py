@@ -58,6 +58,7 @@ class StepSamples:
     samples: int = 0
     response_tokens: int = 0
     group_ids: list[str] = field(default_factory=list)
+    group_samples: Counter[str] = field(default_factory=Counter)
 
     def add(self, lease: Lease, version: int) -> None:
         """`version`: the policy that is being trained; lag is counted per sampled token."""
@@ -65,6 +66,7 @@ class StepSamples:
         for row in lease.rows:
             if row.segment == 0:
                 self.samples += 1
+                self.group_samples[row.group_id] += 1
             if row.segment == 0 and "reward" in row.fields:
                 reward = float(row.array("reward"))
                 self.rewards.append(reward)
@@ -75,6 +77,10 @@ class StepSamples:
         self.response_tokens += int(counts.sum())
         for value, count in zip(drawn.tolist(), counts.tolist(), strict=True):
             self.lags[version - value] += count
+
+    def of_groups(self) -> dict[str, int]:
+        """Group id -> its samples in this step."""
+        return {group_id: self.group_samples[group_id] for group_id in self.group_ids}
 
     def record(self) -> dict[str, float]:
         tokens = sum(self.lags.values())

@@ -2,10 +2,13 @@
 
     step v:  lease groups ─┬─ micro-batches → forward/backward (streamed, or the whole step: relax/training/step.py)
                            └─ leases stay held until the step has committed
-             optimizer step → publish v+1 (DCS commits) → commit in the bus (leases end, version v+1)
+             optimizer step → snapshot of the state, with the groups of the step → publish v+1 (DCS commits)
+             → commit in the bus (leases end, version v+1)
 
-A crash anywhere before the commit discards the gradients; the leases expire and the groups are
-delivered again. Runs in a thread of its own; calls to bus and services go through the replica's event loop.
+A crash before the snapshot discards the step: its leases end and its groups are delivered again. After the snapshot
+the step is taken: who comes up publishes and commits what was not. When the bus is lost the open step is discarded
+too; a step that was taken and not heard of is told to the next bus, before anything is leased there. Runs in a thread
+of its own; calls to bus and services go through the replica's event loop.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +28,8 @@ import ray
 import torch
 
 from bus.client import BusClient
-from bus.records import Closed, Empty, Lease, LeaseRequest
+from bus.errors import BusTimeout, BusUnavailable
+from bus.records import AckResult, Caller, Closed, Empty, Lease, LeaseRequest, TrainedStep
 from relax.config.sections import ActorArgs
 from relax.control.admission import hold_below
 from relax.control.judge import constant_reward_warning
@@ -35,21 +39,29 @@ from relax.training.base import NonFiniteUpdate
 from relax.training.batching import TrainRow
 from relax.training.own_trainer import build_step
 from relax.training.step import StepOutcome
-from relax.types import PolicyVersion, Purpose, RelaxError
+from relax.types import Json, PolicyVersion, Purpose, RelaxError
 from relax.weights.store import WeightStore
 from services import names
 from services.actor.batch import StepSamples, actor_fields, train_rows
 from services.actor.dumping import StepDumper
+from services.actor.keeping import SAVE_DEADLINE_S, StateKeeper
 from services.actor.trace import StepTrace
-from services.consume import COMMIT_ATTEMPTS, LONG_POLL_S, commit_step
-from services.dcs.api import PublishedVersion, PublishTicket
-from services.runtime import RoleReporter, call
+from services.bus_link import BUS_TIMEOUTS, BusLink
+from services.consume import LONG_POLL_S
+from services.dcs.api import PublishedVersion, PublishTicket, SavedState
+from services.runtime import RoleReporter, call, call_when_up
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
 
-CRITIC = "critic"
-"""Folder of its state in a checkpoint."""
+REJOIN_DEADLINE_S = 3600.0
+"""Each attempt has a deadline of its own; who has no bus at all has nothing better to do."""
+
+RECOMMIT_WAIT_S = 10.0
+RECORD_POLL_S = 0.2
+HISTORY_STEPS = 8
+"""Steps beyond max_staleness that are kept to be told to a new bus: the ledger cannot be further behind, for then
+nothing more would have been admitted."""
 
 
 class TrainingStopped(Exception):
@@ -101,10 +113,12 @@ class TrainingLoop:
         self.dumper, self.export_folder = dumper, export_folder
         self.step = 0
         self.version = PolicyVersion(0)
+        self.link = BusLink(bus, reporter, self._recommit)
+        self.history: deque[TrainedStep] = deque(maxlen=args.run.max_staleness + HISTORY_STEPS)
+        """The last steps that were taken, published or not yet."""
         self.skipped_in_a_row = 0
         self.lags: Counter[int] = Counter()
-        self._store: WeightStore | None = None
-        self._bucket_bytes = 0
+        self._last_record: dict[str, float] = {}
         self._report: Any = None
         self._fields = actor_fields(args.actor.algorithm)
         self._probe = probe
@@ -125,8 +139,13 @@ class TrainingLoop:
         self.reporter.state = "running"
         try:
             while self.step < run.steps:
-                with self.reporter.time_split.book(WORK):
-                    trained = self._train_step()
+                here = self.bus.caller
+                try:
+                    with self.reporter.time_split.book(WORK):
+                        trained = self._train_step()
+                except BusUnavailable:
+                    self._rejoin(here)
+                    continue
                 if not trained:
                     break
         except TrainingStopped:
@@ -137,29 +156,75 @@ class TrainingLoop:
         if self.step == 0:
             raise NothingTrained("the prompt source ended before one step was trained: nothing was learnt")
         with self.reporter.time_split.book(WORK):
-            self._checkpoint()
+            self.keeper.save(self.step, self._meta(self.version, self._last_record))
+            self.keeper.finish()
             if self.args.actor.export:
                 self.backend.export(self.export_folder)
         self._finish_report()
+        self.wait(self._until_recorded(), REJOIN_DEADLINE_S)
         self.reporter.state, self.reporter.waiting_for = "done", ""
 
     def _start(self) -> None:
-        """Publish version 0, or go on from the newest checkpoint."""
-        checkpoint = self.wait(call(names.DCS, "latest_checkpoint"))
+        """Publish version 0, or go on from the newest state."""
+        ticket: PublishTicket = self.wait(call(names.DCS, "begin_publish"))
+        self._refuse_other_node(ticket)
+        self._store, self._bucket_bytes = WeightStore(Path(ticket.root), keep=1), ticket.bucket_bytes
+        self.keeper = StateKeeper(
+            self.backend, self.critic, Path(ticket.snapshots), self.link, self.reporter, self.loop
+        )
+        saved: SavedState | None = self.wait(call(names.DCS, "newest_state", deadline_s=SAVE_DEADLINE_S))
         published: PublishedVersion | None = self.wait(call(names.DCS, "wait_newer", -1, 0.0))
-        if checkpoint is not None:
-            self.backend.load(Path(checkpoint.folder))
-            if self.critic is not None:
-                self.critic.load(Path(checkpoint.folder) / CRITIC)
-            self.step = checkpoint.step
-            self.version = PolicyVersion(max(checkpoint.version, published.version if published else 0))
-        elif published is not None and published.version > 0:
+        trained = self.wait(self.link.until_done(self.bus.stats), REJOIN_DEADLINE_S).step
+        if saved is not None:
+            self._go_on(saved)
+        if trained > self.step:
             raise RuntimeError(
-                f"the actor restarted at version {published.version} without a checkpoint: its state is lost"
+                f"step {trained} was trained and the newest state of the actor is that of step {self.step}: "
+                "what came between is lost"
             )
-        if published is None:
+        if published is None or published.version < self.version:
             self._publish(self.version)
-        self.wait(self.bus.set_version(self.version, self.step))
+        self.wait(self.link.until_done(self._recommit), REJOIN_DEADLINE_S)
+
+    def _go_on(self, saved: SavedState) -> None:
+        self.keeper.load(saved)
+        self.step, self.version = saved.step, PolicyVersion(saved.meta["version"])
+        self.lags.update({int(lag): count for lag, count in saved.meta["lags"].items()})
+        self.history.extend(TrainedStep(*step) for step in saved.meta["history"])
+        self._last_record = saved.meta["record"]
+        self._send(self._last_record)  # it may have died before it had told
+        self.reporter.count("snapshots_restored" if saved.in_memory else "checkpoints_restored")
+        logger.warning("the actor goes on from its state after step %d in %s", self.step, saved.folder)
+
+    def _rejoin(self, lost: Caller) -> None:
+        self.wait(self.link.rejoin(lost), REJOIN_DEADLINE_S)
+
+    async def _until_recorded(self) -> None:
+        """Until the ledger has the last step: a bus that is lost before that has to be told of it."""
+        self.reporter.waiting_for = "the ledger to have the last step"
+        while not self.reporter.stopped.is_set():
+            here = self.bus.caller
+            try:
+                await self.bus.ping()
+                if await call_when_up(names.ROLLOUT, "trained_through") >= self.step:
+                    return
+                await asyncio.sleep(RECORD_POLL_S)
+            except BusTimeout:
+                self.reporter.count(BUS_TIMEOUTS)
+            except BusUnavailable:
+                await self.link.rejoin(here)
+
+    async def _recommit(self) -> None:
+        """To a bus that knows nothing of us: the steps that the ledger may not have heard of, and where we are."""
+        while not self.reporter.stopped.is_set():
+            try:
+                told = await self.bus.recommit(list(self.history), wait_s=RECOMMIT_WAIT_S)
+                await self.bus.set_version(self.version, self.step)
+            except BusTimeout:  # the manager is not there yet
+                self.reporter.count(BUS_TIMEOUTS)
+                continue
+            self.reporter.count("steps_recommitted", told)
+            return
 
     def _train_step(self) -> bool:
         """One committed step. False when the data has ended and nothing is left to train."""
@@ -181,29 +246,51 @@ class TrainingLoop:
         if outcome.skipped:
             self.reporter.count("updates_skipped", outcome.skipped)
         version = PolicyVersion(self.version + 1)
+        self.step += 1
+        self.history.append(TrainedStep(self.step, int(version), opened.samples.of_groups()))
+        self.lags.update(opened.samples.lags)
+        record = self._record(opened.samples, outcome, version, time.monotonic() - begin)
+        if self.args.actor.snapshot_every and self.step % self.args.actor.snapshot_every == 0:
+            self.keeper.take(self.step, self._meta(version, record))
         opened.trace.trained()
         publish_begin = time.monotonic()
         self._publish(version)
-        publish_s = time.monotonic() - publish_begin
-        self.step, self.version = self.step + 1, version
-        committed = self.wait(
-            commit_step(
-                self.bus,
-                [lease.lease_id for lease in opened.leases],
-                version=version,
-                step=self.step,
-                on_repeat=lambda: self.reporter.count("commits_repeated"),
-            ),
-            COMMIT_ATTEMPTS * self.args.run.bus.rpc_timeout_s + 5.0,
-        )
+        record["publish_s"] = time.monotonic() - publish_begin
+        self.version = version
+        committed = self._commit([lease.lease_id for lease in opened.leases])
         opened.trace.published(int(version))
-        self.lags.update(opened.samples.lags)
-        self._send_record(opened.samples, outcome, time.monotonic() - begin, publish_s)
+        self._warn_of_constant_rewards(opened.samples)
+        self.reporter.count("steps")
+        self._send(_timed(record, opened.samples, time.monotonic() - begin))
         self.dumper.finish(outcome, PolicyVersion(version - 1))
         due = self.args.actor.checkpoint_every and self.step % self.args.actor.checkpoint_every == 0
         if (due or committed.retained_over_budget) and self.step < self.args.run.steps:
-            self._checkpoint()
+            self.keeper.save(self.step, self._meta(version, record))
+        self._last_record = record
         return True
+
+    def _meta(self, version: PolicyVersion, record: dict[str, float]) -> dict[str, Json]:
+        """What a state carries beside its tensors: enough to finish the step if its actor does not."""
+        return {
+            "version": int(version),
+            "lags": {str(lag): count for lag, count in self.lags.items()},
+            "history": [list(step) for step in self.history],
+            "record": record,
+        }
+
+    def _commit(self, lease_ids: list[str]) -> AckResult:
+        """Repeated when no answer came: the bus knows a step that it has committed."""
+        while True:
+            here = self.bus.caller
+            try:
+                return self.wait(self.bus.commit_step(lease_ids, version=self.version, step=self.step))
+            except BusTimeout:
+                self.reporter.count("commits_repeated")
+                if self.reporter.stopped.is_set():
+                    raise TrainingStopped from None
+            except BusUnavailable:
+                self._rejoin(here)
+                return AckResult(len(self.history[-1].groups))
 
     def _supply(self, groups: int, opened: OpenStep) -> Iterator[list[TrainRow]]:
         """The rows of `groups` groups as they become ready. Ends early only when the data has ended."""
@@ -237,7 +324,11 @@ class TrainingLoop:
             while True:
                 if self.reporter.stopped.is_set():
                     raise TrainingStopped
-                answer = self.wait(self.bus.lease(request, wait_s=LONG_POLL_S, keep=True))
+                try:
+                    answer = self.wait(self.bus.lease(request, wait_s=LONG_POLL_S, keep=True))
+                except BusTimeout:
+                    self.reporter.count(BUS_TIMEOUTS)
+                    continue
                 if isinstance(answer, Closed):
                     return None
                 if not isinstance(answer, Empty):
@@ -259,11 +350,6 @@ class TrainingLoop:
     # ------------------------------------------------------------------ weights, checkpoints, reports
 
     def _publish(self, version: PolicyVersion) -> None:
-        if self._store is None:
-            ticket: PublishTicket = self.wait(call(names.DCS, "begin_publish"))
-            self._refuse_other_node(ticket)
-            self._store = WeightStore(Path(ticket.root), keep=1)
-            self._bucket_bytes = ticket.bucket_bytes
         dtype = getattr(torch, self.args.actor.publish_dtype)
         tensors = [(name, tensor.to(dtype)) for name, tensor in self.backend.state_tensors()]
         staged = self._store.stage(version, self.step, tensors, self._bucket_bytes)
@@ -284,51 +370,34 @@ class TrainingLoop:
                 "memory: place both on one node (ray_actor_options.resources of their deployments)"
             )
 
-    def _checkpoint(self) -> None:
-        """A failed save is counted and told; the run goes on from the last good state (B47)."""
-        folder, begin_s = None, time.time()
-        try:
-            folder = self.wait(call(names.DCS, "begin_checkpoint", self.step))
-            self.backend.save(Path(folder))
-            if self.critic is not None:
-                (Path(folder) / CRITIC).mkdir()
-                self.critic.save(Path(folder) / CRITIC)
-            meta = {"version": int(self.version), "lags": {str(lag): n for lag, n in self.lags.items()}}
-            self.wait(call(names.DCS, "commit_checkpoint", self.step, folder, meta), deadline_s=300.0)
-            self.reporter.trace.add("checkpoint", begin_s, time.time(), step=self.step)
-            self.wait(self.bus.gc(self.step))  # trained rows are kept until the checkpoint that covers them
-        except (RelaxError, OSError) as error:
-            self.reporter.count("checkpoints_failed")
-            self.reporter.facts["checkpoint_error"] = str(error)
-            logger.error("checkpoint at step %d failed: %s", self.step, error)
-            if folder is not None:
-                self.wait(call(names.DCS, "abort_checkpoint", folder, str(error)))
-
-    def _send_record(self, samples: StepSamples, outcome: StepOutcome, step_s: float, publish_s: float) -> None:
+    def _warn_of_constant_rewards(self, samples: StepSamples) -> None:
         warning = constant_reward_warning(self.step, samples.rewards)
         if warning is not None:
             self.reporter.count("constant_reward_steps")
             self.reporter.facts["warning"] = warning
             logger.warning("%s", warning)
+
+    def _record(
+        self, samples: StepSamples, outcome: StepOutcome, version: PolicyVersion, step_s: float
+    ) -> dict[str, float]:
+        """Of the present step, before it is published."""
         result = outcome.result
         record = {
             "step": float(self.step),
-            "version": float(self.version),
+            "version": float(version),
             **samples.record(),
             **result.stats,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
-            "step_s": step_s,
             "train_compute_s": result.compute_s,
-            "trainer_utilisation": result.compute_s / step_s,
-            "publish_s": publish_s,
+            "publish_s": 0.0,
             "updates": float(outcome.updates),
-            "wait_data_s": max(0.0, step_s - result.compute_s - publish_s),
-            "tokens_per_s": samples.response_tokens / step_s,
         }
+        return _timed(record, samples, step_s)
+
+    def _send(self, record: dict[str, float]) -> None:
         self.reporter.facts["lag_histogram"] = {str(lag): count for lag, count in sorted(self.lags.items())}
-        self.reporter.count("steps")
         self._finish_report()
         self._report = asyncio.run_coroutine_threadsafe(call(names.CONTROLLER, "report_step", record), self.loop)
 
@@ -336,3 +405,15 @@ class TrainingLoop:
         if self._report is not None:
             self._report.result(60.0)
             self._report = None
+
+
+def _timed(record: dict[str, float], samples: StepSamples, step_s: float) -> dict[str, float]:
+    """With what follows from the time of the whole step."""
+    compute_s = record["train_compute_s"]
+    return {
+        **record,
+        "step_s": step_s,
+        "trainer_utilisation": compute_s / step_s,
+        "wait_data_s": max(0.0, step_s - compute_s - record["publish_s"]),
+        "tokens_per_s": samples.response_tokens / step_s,
+    }

@@ -90,6 +90,7 @@ class RunBook:
     gap_mean: float = 0.0
     evals: dict[str, EvalReport] = field(default_factory=dict)
     asked_restarts: int = 0
+    bus_restarts: int = 0
     _engine_busy_s: float = 0.0
     _groups_ended: dict[str, float] = field(default_factory=dict)
 

@@ -40,6 +40,7 @@ def final_facts(book: RunBook, stats: BusStats | None, wall_s: float) -> FinalFa
         dropped_by_reason=dict(account.dropped) if account else {},
         queued=account.queued if account else 0,
         restarts_unasked=book.restarts(),
+        bus_restarts=book.bus_restarts,
         checkpoints_failed=int(book.counter(names.ACTOR, "checkpoints_failed")),
         checkpoint_error=facts.get("checkpoint_error"),
         dumps_failed=int(book.counter(names.ACTOR, "dumps_failed")),

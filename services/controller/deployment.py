@@ -18,7 +18,7 @@ from ray import serve
 from ray.exceptions import RayError
 
 from bus.client import BusClient
-from bus.errors import BusError
+from bus.errors import BusError, BusTimeout, BusUnavailable
 from bus.lifecycle import create_bus, destroy_bus
 from bus.records import BusAddress, BusStats
 from relax.config.sections import ROLES, ControllerArgs
@@ -47,6 +47,8 @@ from services.runtime import ServiceUnavailable, call, run_folder_path, serve_pl
 logger = logging.getLogger("ray.serve")
 api = FastAPI(title="Relax control API", version="1")
 TICK_S = 0.5
+BUS_PING_S = 1.0
+BUS_START_S = 60.0
 ENDPOINTS_EVERY_S = 15.0
 """Nodes that join or leave are in the list that Prometheus reads after at most this time."""
 ENDPOINTS_DEADLINE_S = 10.0
@@ -105,16 +107,7 @@ class Controller:
         self.bus_stats_at = -math.inf
         self._error: str | None = None
         self._closing = asyncio.Lock()
-        namespace = names.namespace(args.run.name)
-        self.bus_address: BusAddress = await asyncio.to_thread(
-            create_bus,
-            self.run_id,
-            namespace,
-            args.run.bus,
-            args.run.max_tokens,
-            top_k=args.run.teacher_top_k,
-            complete_fields=("reward",) if args.run.generates else ("tokens",),
-        )
+        self.bus_address = await self._create_bus()
         self.bus = await BusClient.connect(
             self.bus_address,
             owner="controller",
@@ -124,7 +117,20 @@ class Controller:
             rows=False,
         )
         loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._guarded(work)) for work in (self._supervise, self._keep_endpoints)]
+        works = (self._supervise, self._watch_bus, self._keep_endpoints)
+        self._tasks = [loop.create_task(self._guarded(work)) for work in works]
+
+    async def _create_bus(self) -> BusAddress:
+        run = self.args.run
+        return await asyncio.to_thread(
+            create_bus,
+            self.run_id,
+            names.namespace(run.name),
+            run.bus,
+            run.max_tokens,
+            top_k=run.teacher_top_k,
+            complete_fields=("reward",) if run.generates else ("tokens",),
+        )
 
     async def check_health(self) -> None:
         if self._error is not None:
@@ -148,7 +154,11 @@ class Controller:
 
     async def report_step(self, record: dict[str, float]) -> None:
         """One record of the training loop per step; a repeated one is ignored."""
-        joined = self.book.complete_record(record, await self._stats())
+        try:
+            await self._stats()
+        except BusError as error:  # it is being replaced: the last snapshot has to do
+            logger.warning("no statistics of the bus for step %d: %s", record["step"], error)
+        joined = self.book.complete_record(record, stats_json(self.bus_stats) if self.bus_stats else {})
         validate(joined)
         if self.book.record_step(joined):
             await asyncio.to_thread(self.sinks.write, joined)
@@ -228,8 +238,7 @@ class Controller:
             if now - self.bus_stats_at >= TICK_S:
                 await self._stats()
         except BusError as error:
-            await self._end(RunState.FAILED, f"the bus does not answer: {error}")
-            return
+            logger.warning("no statistics of the bus: %s", error)  # `_watch_bus` acts on it
         if self.bus_stats is not None and not self.bus_stats.account.balanced:
             await self._end(RunState.FAILED, f"samples do not add up in the bus: {self.bus_stats.account}")
             return
@@ -254,6 +263,31 @@ class Controller:
             self._export_live(now)
             if self.stalled and self.args.controller.stall_stops_run:
                 await self._end(RunState.FAILED, "; ".join(self.stalled))
+
+    async def _watch_bus(self) -> None:
+        """A bus with a dead process, or that is silent for too long, is made anew; its users find it by name."""
+        heard_at = time.monotonic()
+        while not self.run.ended:
+            try:
+                await self.bus.ping()
+            except (BusUnavailable, BusTimeout) as error:
+                if isinstance(error, BusTimeout) and time.monotonic() - heard_at < self.args.controller.bus_silence_s:
+                    continue
+                if not self.run.ended:  # else it was taken down
+                    await self._replace_bus(str(error))
+            heard_at = time.monotonic()
+            await asyncio.sleep(BUS_PING_S)
+
+    async def _replace_bus(self, reason: str) -> None:
+        self.book.bus_restarts += 1
+        logger.error("the bus is lost, number %d: %s", self.book.bus_restarts, reason)
+        if self.book.bus_restarts > self.args.controller.max_bus_restarts:
+            await self._end(RunState.FAILED, f"the bus was lost {self.book.bus_restarts} times; the last: {reason}")
+            return
+        lost = self.bus.caller
+        await asyncio.to_thread(destroy_bus, self.bus_address)
+        await self._create_bus()
+        await self.bus.reattach(lost, deadline_s=BUS_START_S)
 
     def _watch(self, now: float) -> None:
         """Say who waits for whom when no counter has moved for `stall_s` (B46)."""
@@ -289,10 +323,9 @@ class Controller:
                 logger.warning("metrics endpoints not listed: %s", error or type(error).__name__)
             await asyncio.sleep(ENDPOINTS_EVERY_S)
 
-    async def _stats(self) -> dict[str, Any]:
+    async def _stats(self) -> None:
         self.bus_stats = await self.bus.stats()
         self.bus_stats_at = time.monotonic()
-        return stats_json(self.bus_stats)
 
     async def _end(self, state: RunState, reason: str = "") -> None:
         """Write the summary and the report, then tell everybody through their heartbeats."""

@@ -17,9 +17,13 @@ class Unreachable(RelaxError):
 
 @dataclass(frozen=True, slots=True)
 class PublishTicket:
-    """Where the actor stages a version: the store's root folder in memory-backed storage, on this Ray node."""
+    """Where the actor stages a version: the store's root folder in memory-backed storage, on this Ray node.
+
+    `snapshots`: folder beside it for the actor's own state (`relax.checkpoint.snapshot`).
+    """
 
     root: str
+    snapshots: str
     bucket_bytes: int
     node_id: str
 
@@ -78,10 +82,10 @@ class PublishedVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointInfo:
-    """A complete checkpoint."""
+class SavedState:
+    """A whole state of the actor after `step`, in memory or on disk, as `relax.training.state` reads it."""
 
     step: int
-    version: int
     folder: str
     meta: dict[str, Any] = field(default_factory=dict)
+    in_memory: bool = False

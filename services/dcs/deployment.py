@@ -13,15 +13,16 @@ from typing import Any, ParamSpec, TypeVar
 import ray
 from ray import serve
 
+from relax.checkpoint.snapshot import copy_snapshot, newest_snapshot, read_snapshot
 from relax.checkpoint.store import CheckpointStore
 from relax.config.sections import DcsArgs
 from relax.telemetry.time_split import WORK
-from relax.types import PolicyVersion
+from relax.types import PolicyVersion, RelaxError
 from relax.weights.manifest import CorruptWeights
 from relax.weights.store import WeightStore, version_folder
 from relax.weights.tcp_server import WeightServer
 from services import names
-from services.dcs.api import CheckpointInfo, PublishedVersion, PublishTicket, StorePlace
+from services.dcs.api import PublishedVersion, PublishTicket, SavedState, StorePlace
 from services.runtime import RoleReporter, call_when_up, run_folder_path
 
 logger = logging.getLogger("ray.serve")
@@ -35,6 +36,12 @@ REFERENCE = "reference"
 def weights_root(args: DcsArgs, run_id: str) -> Path:
     """Memory-backed folder of this run."""
     return Path(args.dcs.shm_dir) / f"relax-{args.run.name}-{run_id}"
+
+
+def snapshots_root(args: DcsArgs, run_id: str) -> Path:
+    """Memory-backed folder of the actor's state in this run."""
+    root = weights_root(args, run_id)
+    return root.with_name(f"{root.name}-state")
 
 
 @serve.deployment(
@@ -56,6 +63,7 @@ class Dcs:
         self.weights = WeightStore(
             weights_root(args, info.run_id), keep=args.dcs.keep_versions, reserve_bytes=args.dcs.reserve_bytes
         )
+        self.snapshots = snapshots_root(args, info.run_id)
         self.server: WeightServer | None = None
         if args.dcs.transport != "shared_memory":
             self.server = WeightServer(self.weights, args.dcs.host, args.dcs.transfer_deadline_s)
@@ -105,7 +113,10 @@ class Dcs:
 
     async def begin_publish(self) -> PublishTicket:
         return PublishTicket(
-            root=str(self.weights.root), bucket_bytes=self.args.dcs.bucket_bytes, node_id=self.place.node_id
+            root=str(self.weights.root),
+            snapshots=str(self.snapshots),
+            bucket_bytes=self.args.dcs.bucket_bytes,
+            node_id=self.place.node_id,
         )
 
     async def store_place(self) -> StorePlace:
@@ -150,10 +161,11 @@ class Dcs:
             return self.published is not None and self.published.version > than
 
         async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(newer), wait_s)
-            except TimeoutError:
-                return None
+            if not newer():  # a wait of 0 s would not even look
+                try:
+                    await asyncio.wait_for(self._changed.wait_for(newer), wait_s)
+                except TimeoutError:
+                    return None
             return self.published
 
     async def pin_newest(self) -> PublishedVersion | None:
@@ -173,34 +185,51 @@ class Dcs:
             self.pinned = None
         self.weights.unpin(PolicyVersion(version))
 
-    async def begin_checkpoint(self, step: int) -> str:
-        """An empty folder to write the state into. Raises `NoSpace` before anything is written (B47)."""
-        return str(await self._work("begin_checkpoint", self.checkpoints.begin, step))
+    async def save_snapshot(self, step: int, buffer: str) -> SavedState:
+        """Make the snapshot in this buffer, which its writer holds meanwhile, a checkpoint on disk.
 
-    async def commit_checkpoint(self, step: int, folder: str, meta: dict[str, Any]) -> CheckpointInfo:
-        """Digest the files and make the checkpoint visible; adds the manager's ledger position."""
+        Adds the manager's ledger position. Raises `NoSpace` before anything is written, or when the disk fills;
+        earlier checkpoints stay good (B47).
+        """
         position = await call_when_up(names.ROLLOUT, "ledger_position", deadline_s=30.0)
-        meta = {**meta, "ledger": position}
-        manifest = await self._work("commit_checkpoint", self.checkpoints.commit, step, Path(folder), meta)
+        try:
+            saved = await self._work("checkpoint", self._save, step, buffer, position)
+        except (RelaxError, OSError) as error:
+            self.reporter.count("checkpoints_failed")
+            logger.error("checkpoint of step %d failed: %s", step, error)
+            raise
         self.reporter.count("checkpoints")
-        return CheckpointInfo(step, int(meta.get("version", -1)), str(self.checkpoints.folder(manifest)), meta)
+        return saved
 
-    async def abort_checkpoint(self, folder: str, reason: str) -> None:
-        await asyncio.to_thread(shutil.rmtree, folder, True)
-        self.reporter.count("checkpoints_failed")
-        logger.error("checkpoint failed: %s", reason)
+    def _save(self, step: int, buffer: str, position: dict[str, Any]) -> SavedState:
+        snapshot = read_snapshot(self.snapshots / buffer)
+        if snapshot is None or snapshot.step != step:
+            raise RelaxError(f"{self.snapshots / buffer} holds no snapshot of step {step}")
+        meta = {**snapshot.meta, "ledger": position}
+        manifest = self.checkpoints.save(
+            step, lambda folder: copy_snapshot(snapshot, folder), meta, expected_bytes=snapshot.n_bytes
+        )
+        return SavedState(step, str(self.checkpoints.folder(manifest)), meta)
 
-    async def latest_checkpoint(self) -> CheckpointInfo | None:
-        """The newest whole checkpoint, its files compared with their digests (B13)."""
-        found = await self._work("restore", self.checkpoints.restore_latest)
+    async def newest_state(self) -> SavedState | None:
+        """What an actor that comes up goes on from: the newest snapshot, else the newest whole checkpoint, its files
+        compared with their digests (B13)."""
+        return await self._work("restore", self._newest_state)
+
+    def _newest_state(self) -> SavedState | None:
+        snapshot = newest_snapshot(self.snapshots)
+        if snapshot is not None:
+            return SavedState(snapshot.step, str(snapshot.folder), snapshot.meta, in_memory=True)
+        found = self.checkpoints.restore_latest()
         if found is None:
             return None
         manifest, folder = found
-        return CheckpointInfo(manifest.step, int(manifest.meta.get("version", -1)), str(folder), dict(manifest.meta))
+        return SavedState(manifest.step, str(folder), dict(manifest.meta))
 
     async def remove_weights(self) -> None:
         """End of the run: nothing stays in shared memory."""
         if self.server is not None:
             await asyncio.to_thread(self.server.close)
-        await asyncio.to_thread(shutil.rmtree, self.weights.root, True)
+        for folder in (self.weights.root, self.snapshots):
+            await asyncio.to_thread(shutil.rmtree, folder, True)
         self.reporter.state = "stopped"

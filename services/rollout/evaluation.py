@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Sequence
 
 from bus.client import BusClient
+from bus.errors import BusUnavailable
 from bus.records import Event, EventKind, GroupAdmission, MemberReport
 from relax.telemetry.pass_at_k import pass_at_k
 from relax.types import PolicyVersion, Prompt, Purpose, RelaxError
@@ -34,6 +35,7 @@ class Evaluation:
         self._samples = samples
         self._answers: dict[str, tuple[MemberReport, ...]] = {}
         self._all = asyncio.Event()
+        self._lost = False
 
     def on_event(self, event: Event) -> None:
         if event.kind is EventKind.COMPLETE:
@@ -41,8 +43,16 @@ class Evaluation:
             if len(self._answers) == len(self._prompts):
                 self._all.set()
 
+    def on_loss(self) -> None:
+        """The bus that held the answers is gone."""
+        self._lost = True
+        self._all.set()
+
     async def run(self, bus: BusClient, version: PolicyVersion, deadline_s: float) -> EvalReport:
-        """Raises `EvalIncomplete` past the deadline. A failed answer counts as accuracy 0, as in training it would."""
+        """A failed answer counts as accuracy 0, as in training it would.
+
+        Raises `EvalIncomplete` past the deadline, `BusUnavailable` when the bus was lost.
+        """
         await bus.admit(
             [
                 GroupAdmission(
@@ -64,6 +74,8 @@ class Evaluation:
                 f"evaluation '{self.when}': {len(self._answers)} of {len(self._prompts)} prompts answered "
                 f"within {deadline_s:g} s (rollout.eval.deadline_s)"
             ) from error
+        if self._lost:
+            raise BusUnavailable(f"the bus was lost during evaluation '{self.when}'")
         groups = [self._answers[prompt.group_id] for prompt in self._prompts]
         await bus.collect_eval([prompt.group_id for prompt in self._prompts])
         accuracies = [[report.accuracy or 0.0 for report in reports] for reports in groups]

@@ -1,7 +1,9 @@
-"""The life of prompt groups: admitted, judged when complete, trained or dropped; every change in the ledger first.
+"""The life of prompt groups: admitted, judged when complete, trained or dropped; every change in the ledger.
 
-source ─▶ ledger.admit ─▶ bus.admit            a crash in between leaves an open group, attempted again
-bus event ─▶ ledger.record ─▶ bus.judge        an event counts once: its position is in the same transaction
+source ─▶ ledger.admit ─▶ bus.admit      a crash in between leaves an open group, attempted again
+bus event ─▶ bus.judge ─▶ ledger.record  every end of a group is an event of the bus; it counts once, because its
+                                         position is in the same transaction, and a verdict may be given twice
+an empty bus ◀─ ledger                   after its loss: what ended is told, what is open is attempted again
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bus.client import BusClient
-from bus.records import TRAINING, Event, EventKind, GroupAdmission, Verdict, VerdictKind
+from bus.errors import BusTimeout, BusUnavailable
+from bus.records import DEAD_LETTER, TRAINING, Caller, Event, EventKind, GroupAdmission, Verdict, VerdictKind
 from relax.config.sections import RolloutArgs
 from relax.control.admission import AdmissionState, Limits
-from relax.control.judge import FilterStreak, Member, NoSignal, Outcome, judge_group
+from relax.control.judge import FilterStreak, Member, NoSignal, judge_group
 from relax.control.retired import RetiredPrompts
 from relax.data.source import PromptSource
 from relax.plugins import load_function
 from relax.telemetry.time_split import WAIT_DATA, WORK
 from relax.types import GroupId, PolicyVersion, Prompt, Purpose
+from services.bus_link import BUS_TIMEOUTS, BusLink
 from services.rollout.ledger import AdmissionEntry, EventPosition, Ledger, Terminal, TerminalState
 from services.runtime import RoleReporter
 
@@ -38,9 +42,8 @@ DROP_CHECK_S = 0.5
 class _Changes:
     """What a batch of events asks for."""
 
-    terminals: list[Terminal] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
-    trained: dict[int, list[GroupId]] = field(default_factory=lambda: defaultdict(list))
+    ended: list[Terminal] = field(default_factory=list)
 
 
 class GroupKeeper:
@@ -48,9 +51,14 @@ class GroupKeeper:
 
     def __init__(self, args: RolloutArgs, ledger: Ledger, source: PromptSource, bus: BusClient, reporter: RoleReporter):
         self.args, self.ledger, self.source, self.bus, self.reporter = args, ledger, source, bus, reporter
+        self.link = BusLink(bus, reporter, self._refill)
         counts = ledger.counts()
         self.admission = AdmissionState(
-            Limits.from_run(args.run), trained=counts.trained, filtered=counts.filtered, dropped=counts.dropped
+            Limits.from_run(args.run),
+            version=ledger.newest_version,
+            trained=counts.trained,
+            filtered=counts.filtered,
+            dropped=counts.dropped,
         )
         kind = args.rollout.filter.kind
         self.own_filter = load_function(kind, Path.cwd()) if ":" in kind else None
@@ -59,29 +67,61 @@ class GroupKeeper:
         self.retired = RetiredPrompts(source.name, args.rollout.filter, [(t.group_id, t.reason) for t in filtered])
         self.next_seq = ledger.next_seq
         self.on_eval: Callable[[Event], None] = lambda event: None
+        self.on_loss: Callable[[], None] = lambda: None
+        """Called when an empty bus takes the place of one that may have held evaluations."""
         self.finished = asyncio.Event()
         self.step = 0
         """The newest committed training step."""
         self._stepped = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
+        self._applying = asyncio.Lock()
+        """Held while events change the ledger, and while an empty bus is filled from it."""
+        self._closed: list[str] = []
         cursor = ledger.last_cursor()
         if cursor is not None:
             source.load_state_dict(cursor)
 
     # ------------------------------------------------------------------ admission
 
-    async def readmit_open(self) -> None:
-        """After a restart: every open group gets its next attempt (its rows may be lost)."""
-        entries = self.ledger.open_groups(Purpose.TRAIN)
+    async def take_up(self) -> None:
+        """At the start of a manager: what an earlier one left open, in its bus or in an empty one."""
+        await self.link.until_done(self._take_up)
+
+    async def _take_up(self) -> None:
+        async with self._applying:
+            await self._tell_and_readmit()
+
+    async def _refill(self) -> None:
+        """The bus was lost: the empty one takes up where the ledger stands."""
+        self.on_loss()
+        async with self._applying:
+            await self._tell_and_readmit()
+            for topic in self._closed:
+                await self.bus.close_topic(topic)
+
+    async def _tell_and_readmit(self) -> None:
+        """Open groups get their next attempt in a bus that has just begun, else the present one once more."""
+        fates = await asyncio.to_thread(self.ledger.sample_fates)
+        empty = await self.bus.seed(fates, self.ledger.trained_through)
+        entries = await asyncio.to_thread(self.ledger.open_groups, Purpose.TRAIN)
         if not entries:
             return
-        now = time.monotonic()
+        now, here = time.monotonic(), {group.group_id for group in self.admission.open_groups}
         for entry in entries:
-            self.admission.admit(entry.group_id, now)
-        renewed = await asyncio.to_thread(self.ledger.readmit, entries, self.admission.version)
-        await self._put(renewed)
-        self.reporter.count("groups_readmitted", len(renewed))
+            if entry.group_id not in here:
+                self.admission.admit(entry.group_id, now)
+            elif empty:
+                self.admission.readmit(entry.group_id, now)
+        if empty:
+            entries = await asyncio.to_thread(self.ledger.readmit, entries, self.admission.version)
+            self.reporter.count("groups_readmitted", len(entries))
+        await self._put(entries)
+
+    async def close(self, topic: str) -> None:
+        """In this bus and in each that may follow it."""
+        self._closed.append(topic)
+        await self.link.until_done(lambda: self.bus.close_topic(topic))
 
     async def admit_loop(self) -> None:
         """Admit whenever there is capacity, until the run's groups are all trained or the source has ended."""
@@ -101,7 +141,7 @@ class GroupKeeper:
             prompt = self._next_prompt()
             if prompt is None:
                 self.admission.exhausted = True
-                await self.bus.close_topic(TRAINING)
+                await self.close(TRAINING)
                 break
             min_version = self.admission.admit(prompt.group_id, now)
             entries.append(
@@ -118,7 +158,7 @@ class GroupKeeper:
             self.next_seq += 1
         if entries:
             await asyncio.to_thread(self.ledger.admit, entries)
-            await self._put(entries)
+            await self.link.until_done(lambda: self._put(entries))
             self.reporter.count("groups_admitted", len(entries))
         self.reporter.facts["skipped_rows"] = self.source.skipped
 
@@ -164,60 +204,81 @@ class GroupKeeper:
 
     async def event_loop(self) -> None:
         """Follow the bus's feed; a position that the ledger holds already is skipped."""
-        epoch = self.bus.caller.epoch
-        position = self.ledger.event_position
-        after = position.event_seq if position and position.bus_epoch == epoch else 0
+        here, after = self.bus.caller, self._position(self.bus.caller)
         while not self.reporter.stopped.is_set():
-            with self.reporter.time_split.book(WAIT_DATA):
-                events = await self.bus.events(after, wait_s=LONG_POLL_S)
-            if not events:
-                continue
-            with self.reporter.time_split.book(WORK):
-                await self._apply(events, EventPosition(epoch, events[-1].seq))
-            after = events[-1].seq
+            if self.bus.caller.epoch != here.epoch:
+                after = self._position(self.bus.caller)
+            here = self.bus.caller
+            try:
+                with self.reporter.time_split.book(WAIT_DATA):
+                    events = await self.bus.events(after, wait_s=LONG_POLL_S, caller=here)
+                if events:
+                    with self.reporter.time_split.book(WORK):
+                        await self._apply(events, here)
+                    after = events[-1].seq
+            except BusTimeout:
+                self.reporter.count(BUS_TIMEOUTS)
+            except BusUnavailable:
+                await self.link.rejoin(here)
 
-    async def _apply(self, events: Sequence[Event], position: EventPosition) -> None:
-        changes = _Changes()
-        for event in events:
-            if event.purpose is Purpose.EVAL:
-                self.on_eval(event)
+    def _position(self, caller: Caller) -> int:
+        position = self.ledger.event_position
+        return position.event_seq if position and position.bus_epoch == caller.epoch else 0
+
+    async def _apply(self, events: Sequence[Event], caller: Caller) -> None:
+        """Verdicts first: those that are given and not recorded are given again, the same, after a restart."""
+        async with self._applying:
+            if caller.epoch != self.bus.caller.epoch:
+                return  # what they speak of is lost, or told to the new bus by the trainer
+            changes = _Changes()
+            for event in events:
+                if event.purpose is Purpose.EVAL:
+                    self.on_eval(event)
+                else:
+                    self._read(event, changes)
+            if changes.verdicts:
+                await self.bus.judge(changes.verdicts, caller=caller)
+            position = EventPosition(caller.epoch, events[-1].seq)
+            await asyncio.to_thread(self.ledger.record, changes.ended, position)
+            self._settle(changes.ended)
+        self._room.set()
+
+    def _settle(self, ended: Sequence[Terminal]) -> None:
+        trained: dict[int, list[GroupId]] = defaultdict(list)
+        for terminal in ended:
+            if terminal.state is TerminalState.TRAINED and terminal.step is not None:
+                trained[terminal.step].append(terminal.group_id)
+            elif terminal.state is TerminalState.FILTERED:
+                self.admission.mark_filtered(terminal.group_id)
+                self.retired.note(terminal.group_id, terminal.reason)
+                self.reporter.count("groups_filtered")
             else:
-                self._read(event, changes)
-        for step, groups in changes.trained.items():
-            changes.terminals += [Terminal(group, TerminalState.TRAINED, step, PolicyVersion(step)) for group in groups]
-        await asyncio.to_thread(self.ledger.record, changes.terminals, position)
-        if changes.verdicts:
-            await self.bus.judge(changes.verdicts)
-        for step, groups in sorted(changes.trained.items()):
+                self.admission.mark_dropped(terminal.group_id, terminal.reason)
+                self.reporter.count("groups_dropped")
+        for step, groups in sorted(trained.items()):
             self.admission.step_committed(PolicyVersion(max(step, self.admission.version)), groups)
             self.step = max(step, self.step)
             self._stepped.set()
             self.reporter.count("groups_trained", len(groups))
-        for terminal in changes.terminals:
-            if terminal.state is TerminalState.FILTERED:
-                self.admission.mark_filtered(terminal.group_id)
-                self.retired.note(terminal.group_id, terminal.reason)
-                self.reporter.count("groups_filtered")
-            elif terminal.state is TerminalState.DROPPED:
-                self.admission.mark_dropped(terminal.group_id, terminal.reason)
-                self.reporter.count("groups_dropped")
-        self._room.set()
 
     def _read(self, event: Event, changes: _Changes) -> None:
-        group_id = GroupId(event.group_id)
-        if event.kind is EventKind.COMPLETE:
-            self._judge(event, group_id, changes)
-        elif event.kind is EventKind.TRAINED:
-            assert event.step is not None
-            changes.trained[event.step].append(group_id)
-        elif event.kind is EventKind.STALE:
-            changes.terminals.append(Terminal(group_id, TerminalState.DROPPED, reason="stale"))
-        elif event.kind is EventKind.DEAD:
-            self.reporter.count("dead_letters")
-            if event.row_id is None:
-                changes.terminals.append(Terminal(group_id, TerminalState.DROPPED, reason="dead_letter"))
+        group_id, samples = GroupId(event.group_id), event.samples
+        match event.kind:
+            case EventKind.COMPLETE:
+                changes.verdicts.append(self._judge(event, group_id))
+            case EventKind.TRAINED:
+                assert event.step is not None
+                version = PolicyVersion(event.step)
+                changes.ended.append(Terminal(group_id, TerminalState.TRAINED, event.step, version, samples=samples))
+            case EventKind.FILTERED | EventKind.DROPPED:
+                state, reason = TerminalState(event.kind.value), event.reason or ""
+                changes.ended.append(Terminal(group_id, state, reason=reason, samples=samples))
+                if reason == DEAD_LETTER:
+                    self.reporter.count("dead_letters")
+            case EventKind.DEAD_ROW:
+                self.reporter.count("dead_letters")
 
-    def _judge(self, event: Event, group_id: GroupId, changes: _Changes) -> None:
+    def _judge(self, event: Event, group_id: GroupId) -> Verdict:
         self.admission.mark_complete(group_id)
         members = [
             Member(report.k, report.tombstone, report.reward, report.accuracy, report.reward_state)
@@ -235,11 +296,7 @@ class GroupKeeper:
             self.streak.observe(verdict)
         except NoSignal as error:
             self.reporter.end_run(str(error))
-        changes.verdicts.append(Verdict(group_id, VerdictKind(verdict.outcome.value), verdict.reason))
-        if verdict.outcome is not Outcome.ACCEPTED:
-            changes.terminals.append(
-                Terminal(group_id, TerminalState(verdict.outcome.value), reason=verdict.reason or verdict.detail)
-            )
+        return Verdict(group_id, VerdictKind(verdict.outcome.value), verdict.reason)
 
     # ------------------------------------------------------------------ late groups
 
@@ -255,11 +312,6 @@ class GroupKeeper:
                     await self.drop(groups, reason)
 
     async def drop(self, groups: Sequence[GroupId], reason: str) -> None:
-        """End groups untrained: in the ledger, in the bus, in the counts."""
-        terminals = [Terminal(group, TerminalState.DROPPED, reason=reason) for group in groups]
-        await asyncio.to_thread(self.ledger.record, terminals)
-        await self.bus.judge([Verdict(group, VerdictKind.DROPPED, reason) for group in groups])
-        for group in groups:
-            self.admission.mark_dropped(group, reason)
-        self.reporter.count("groups_dropped", len(groups))
-        self._room.set()
+        """End groups untrained, unless the trainer holds them. The bus says of each that it ended, then it counts."""
+        verdicts = [Verdict(group, VerdictKind.DROPPED, reason) for group in groups]
+        await self.link.until_done(lambda: self.bus.judge(verdicts))

@@ -17,7 +17,7 @@ import numpy as np
 from ray import serve
 
 from bus.client import BusClient
-from bus.errors import LeaseLost
+from bus.errors import BusTimeout, BusUnavailable, LeaseLost
 from bus.records import Closed, Empty, GroupInfo, Lease, LeaseRequest, Row
 from relax.config.sections import RolloutArgs
 from relax.data.models import ensure_model
@@ -42,6 +42,7 @@ from relax.types import (
     make_sample_id,
 )
 from services import names
+from services.bus_link import BUS_TIMEOUTS, BusLink
 from services.consume import holding
 from services.controller.api import AdoptionReport
 from services.dcs.api import PublishedVersion, Unreachable
@@ -113,6 +114,7 @@ class RolloutInstance:
         self.bus = await BusClient.connect(
             info.bus, owner=self.reporter.owner, role=app, config=args.run.bus, deadline_s=60.0
         )
+        self.link = BusLink(self.bus, self.reporter)
         self.puts = PutBatcher(self.bus)
         self.version = NO_VERSION
         self.adopted = asyncio.Event()
@@ -249,10 +251,18 @@ class RolloutInstance:
                 rows_per_member=self.args.rollout.max_segments,
             )
             begin_wall_s = time.time()
-            with self.reporter.time_split.book(WAIT_DATA) as booking:
-                answer = await self._lease(request)
-                if isinstance(answer, Empty) and answer.reason == "version":
-                    booking.kind = WAIT_WEIGHTS
+            here = self.bus.caller
+            try:
+                with self.reporter.time_split.book(WAIT_DATA) as booking:
+                    answer = await self._lease(request)
+                    if isinstance(answer, Empty) and answer.reason == "version":
+                        booking.kind = WAIT_WEIGHTS
+            except BusTimeout:
+                self.reporter.count(BUS_TIMEOUTS)
+                continue
+            except BusUnavailable:
+                await self.link.rejoin(here)
+                continue
             if isinstance(answer, Closed):
                 self.reporter.state, self.reporter.waiting_for = "done", ""
                 return
@@ -299,7 +309,7 @@ class RolloutInstance:
             async with holding(self.bus, lease):
                 with self.reporter.time_split.book(WORK):
                     await asyncio.gather(*(member(group, k) for group in lease.groups for k in group.missing))
-        except LeaseLost:
+        except (LeaseLost, BusTimeout, BusUnavailable):  # what it held is leased again, by whoever is ready
             self.reporter.count("leases_lost")
         except Exception as error:  # the supervisor border of this lease: the replica is told unhealthy
             if not self.reporter.stopped.is_set():

@@ -18,7 +18,7 @@ import os
 import sqlite3
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Self
 
 from relax.types import GroupId, Json, PolicyVersion, Purpose, RelaxError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _BUSY_TIMEOUT_S = 10.0
 
 _SCHEMA = """
@@ -44,6 +44,7 @@ CREATE TABLE attempts (
 CREATE TABLE terminals (
     id INTEGER PRIMARY KEY AUTOINCREMENT, lineage INTEGER NOT NULL REFERENCES lineages,
     group_id TEXT NOT NULL REFERENCES groups, state TEXT NOT NULL, step INTEGER, version INTEGER, reason TEXT NOT NULL,
+    samples TEXT NOT NULL,
     UNIQUE (lineage, group_id)
 );
 CREATE TABLE refused (
@@ -89,13 +90,17 @@ class AdmissionEntry:
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """What became of a group: `trained` has step and version, the others a reason."""
+    """What became of a group: `trained` has step and version, the others a reason.
+
+    `samples`: the group's produced samples by fate, as the bus counted them.
+    """
 
     group_id: GroupId
     state: TerminalState
     step: int | None = None
     version: PolicyVersion | None = None
     reason: str = ""
+    samples: Mapping[str, int] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +245,24 @@ class Ledger:
             refused = self._one("SELECT COUNT(*) FROM refused")[0]
         return Counts(admitted, by_state[TerminalState.TRAINED], by_state[TerminalState.FILTERED], dropped, refused)
 
+    def sample_fates(self) -> Counter[str]:
+        """Train samples of ended groups by fate, in this lineage: what a new bus is told of those before it."""
+        fates: Counter[str] = Counter()
+        for (text,) in self._all("SELECT samples FROM terminals WHERE lineage = ?", (self.lineage,)):
+            fates.update(json.loads(text))
+        return fates
+
+    @property
+    def trained_through(self) -> int:
+        """The newest step with a trained group in this lineage; 0 before the first."""
+        return int(self._one("SELECT COALESCE(MAX(step), 0) FROM terminals WHERE lineage = ?", (self.lineage,))[0])
+
+    @property
+    def newest_version(self) -> PolicyVersion:
+        """The newest version that a step of this lineage published; 0 before the first."""
+        row = self._one("SELECT COALESCE(MAX(version), 0) FROM terminals WHERE lineage = ?", (self.lineage,))
+        return PolicyVersion(int(row[0]))
+
     def terminal(self, group_id: GroupId) -> Terminal | None:
         """What became of a group in this lineage; None while it is open (or unknown)."""
         with self._mutex:
@@ -248,7 +271,7 @@ class Ledger:
     def terminals(self, state: TerminalState | None = None) -> list[Terminal]:
         """All of this lineage, in the order in which they were written."""
         rows = self._all(
-            """SELECT group_id, state, step, version, reason FROM terminals
+            """SELECT group_id, state, step, version, reason, samples FROM terminals
                WHERE lineage = ? AND (? IS NULL OR state = ?) ORDER BY id""",
             (self.lineage, state, state),
         )
@@ -284,8 +307,8 @@ class Ledger:
             parent = self.lineage
             self._db.execute("INSERT INTO lineages VALUES (?, ?, ?)", (parent + 1, parent, through_step))
             self._db.execute(
-                """INSERT INTO terminals (lineage, group_id, state, step, version, reason)
-                   SELECT ?, group_id, state, step, version, reason FROM terminals
+                """INSERT INTO terminals (lineage, group_id, state, step, version, reason, samples)
+                   SELECT ?, group_id, state, step, version, reason, samples FROM terminals
                    WHERE lineage = ? AND (state != ? OR step <= ?) ORDER BY id""",
                 (parent + 1, parent, TerminalState.TRAINED, through_step),
             )
@@ -352,7 +375,7 @@ class Ledger:
 
     def _terminal(self, group_id: GroupId) -> Terminal | None:
         row = self._one_or_none(
-            "SELECT group_id, state, step, version, reason FROM terminals WHERE lineage = ? AND group_id = ?",
+            "SELECT group_id, state, step, version, reason, samples FROM terminals WHERE lineage = ? AND group_id = ?",
             (self.lineage, group_id),
         )
         return None if row is None else _terminal_from(row)
@@ -360,8 +383,17 @@ class Ledger:
     def _insert_terminal(self, terminal: Terminal) -> None:
         try:
             self._db.execute(
-                "INSERT INTO terminals (lineage, group_id, state, step, version, reason) VALUES (?, ?, ?, ?, ?, ?)",
-                (self.lineage, terminal.group_id, terminal.state, terminal.step, terminal.version, terminal.reason),
+                """INSERT INTO terminals (lineage, group_id, state, step, version, reason, samples)
+                   VALUES (?, ?, ?, ?, ?, ?, ?)""",
+                (
+                    self.lineage,
+                    terminal.group_id,
+                    terminal.state,
+                    terminal.step,
+                    terminal.version,
+                    terminal.reason,
+                    json.dumps(dict(terminal.samples)),
+                ),
             )
         except sqlite3.IntegrityError as error:
             raise LedgerError(f"group {terminal.group_id} was never admitted: {error}") from error
@@ -435,9 +467,14 @@ def _open(path: Path, read_only: bool) -> sqlite3.Connection:
 
 
 def _terminal_from(row: tuple[Json, ...]) -> Terminal:
-    group_id, state, step, version, reason = row
+    group_id, state, step, version, reason, samples = row
     return Terminal(
-        GroupId(group_id), TerminalState(state), step, None if version is None else PolicyVersion(version), reason
+        GroupId(group_id),
+        TerminalState(state),
+        step,
+        None if version is None else PolicyVersion(version),
+        reason,
+        json.loads(samples),
     )
 
 

@@ -79,14 +79,14 @@ class RolloutManager:
 
     async def _main(self) -> None:
         """Evaluate, train, evaluate, close."""
+        await self.groups.take_up()
         await self._evaluate("before")
-        await self.groups.readmit_open()
         self.reporter.spawn(self.groups.admit_loop)
         if self.args.rollout.eval.every:
             self.reporter.spawn(self.validation.during)
         await self.groups.finished.wait()
         await self._evaluate("after")
-        await self.bus.close_topic(PROMPTS)
+        await self.groups.close(PROMPTS)
         self.reporter.state, self.reporter.waiting_for = "done", ""
 
     async def _evaluate(self, when: str) -> None:
@@ -100,6 +100,10 @@ class RolloutManager:
         """What a checkpoint records of the ledger: its position, and the source's cursor."""
         position = await asyncio.to_thread(self.ledger.position)
         return {**position, "cursor": await asyncio.to_thread(self.ledger.last_cursor)}
+
+    async def trained_through(self) -> int:
+        """The newest step whose groups the ledger has as trained."""
+        return await asyncio.to_thread(lambda: self.ledger.trained_through)
 
     async def drop_groups(self, group_ids: list[str], reason: str) -> None:
         await self.groups.drop([GroupId(group_id) for group_id in group_ids], reason)

@@ -19,6 +19,7 @@ from relax.config.roles import EvalConfig
 from relax.engines.base import EngineError
 from relax.types import PolicyVersion, Prompt
 from services import names
+from services.controller.api import EvalReport
 from services.dcs.api import PublishedVersion
 from services.rollout.evaluation import EvalIncomplete, Evaluation
 from services.rollout.groups import GroupKeeper
@@ -73,18 +74,22 @@ class Validation:
             held = await self._hold() if self.evaluators else None
             try:
                 version = self.groups.admission.version if held is None else PolicyVersion(held.version)
-                seq = EVAL_SEQ + self._rounds * len(self.prompts)
-                evaluation = Evaluation(when, self.prompts, self._rounds, seq, self.config.samples)
-                self._rounds += 1
-                self.groups.on_eval = evaluation.on_event
                 begin_s = time.time()
-                report = await evaluation.run(self.bus, version, self.config.deadline_s)
+                report = await self.groups.link.until_done(lambda: self._answer(when, version))
                 self.reporter.trace.add("evaluate", begin_s, time.time(), when=when, version=int(version))
             finally:
                 if held is not None:
                     await call(names.DCS, "unpin", held.version)
             await call(names.CONTROLLER, "report_eval", report)
             self.reporter.count("evaluations")
+
+    async def _answer(self, when: str, version: PolicyVersion) -> EvalReport:
+        """Each attempt asks under new group ids: what is left of an earlier one is not mixed with it."""
+        seq = EVAL_SEQ + self._rounds * len(self.prompts)
+        evaluation = Evaluation(when, self.prompts, self._rounds, seq, self.config.samples)
+        self._rounds += 1
+        self.groups.on_eval, self.groups.on_loss = evaluation.on_event, evaluation.on_loss
+        return await evaluation.run(self.bus, version, self.config.deadline_s)
 
     async def _hold(self) -> PublishedVersion | None:
         pinned: PublishedVersion | None = await call_when_up(names.DCS, "pin_newest")

@@ -143,9 +143,9 @@ class Pipeline:
             if event.kind is EventKind.COMPLETE:
                 self.admission.mark_complete(GroupId(event.group_id))
                 verdicts.append(Verdict(event.group_id, VerdictKind.ACCEPTED))
-            elif event.kind is EventKind.STALE:
-                self.admission.mark_dropped(GroupId(event.group_id), "stale")
-                self.figures.dropped["stale"] += 1
+            elif event.kind is EventKind.DROPPED:
+                self.admission.mark_dropped(GroupId(event.group_id), str(event.reason))
+                self.figures.dropped[str(event.reason)] += 1
         if verdicts:
             self.index.judge(self.callers["manager"], tuple(verdicts), self.clock.now)
 

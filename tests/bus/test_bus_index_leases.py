@@ -119,7 +119,7 @@ def test_a_group_is_dead_lettered_after_the_last_delivery_but_draining_does_not_
         return
     assert isinstance(d.lease("rollout"), Empty)
     kinds = [event.kind for event in d.events()]
-    assert kinds.count(EventKind.DEAD) == 2
+    assert kinds.count(EventKind.DEAD_ROW) == 2
     complete = next(event for event in d.events() if event.kind is EventKind.COMPLETE)
     assert [member.tombstone for member in complete.members] == ["dead_letter", "dead_letter"]
     assert d.index.account().produced == 0
@@ -135,7 +135,7 @@ def test_a_row_that_kills_its_scorer_becomes_a_tombstone() -> None:
     account = d.index.account()
     assert account.dropped == {"dead_letter": 1}
     assert (account.queued, account.balanced) == (1, True)
-    dead = [event for event in d.events() if event.kind is EventKind.DEAD]
+    dead = [event for event in d.events() if event.kind is EventKind.DEAD_ROW]
     assert [(event.row_id, event.reason) for event in dead] == [("g0/0/0", "reward")]
 
 
@@ -242,7 +242,9 @@ def test_a_group_with_too_old_a_token_is_dropped_as_stale() -> None:
     batch = d.granted("actor", max_items=8, version=version(5), max_token_lag=2)
     assert {row.group_id for row in batch.rows} == {"new"}
     assert d.index.account().dropped == {"stale": 2}
-    assert [event.group_id for event in d.events() if event.kind is EventKind.STALE] == ["old"]
+    assert [
+        (event.group_id, event.reason, event.samples) for event in d.events() if event.kind is EventKind.DROPPED
+    ] == [("old", "stale", {"stale": 2})]
 
 
 def test_lag_is_counted_in_steps_where_a_rollback_repeated_versions() -> None:

@@ -10,6 +10,7 @@ import pytest
 from dump_maker import GROUPS, MEMBERS, change_file, changed, make_dumps
 from safetensors.numpy import load_file, save_file
 
+from relax.checkpoint.manifest import TENSORS
 from relax.config.file import ConfigError
 from relax.dump.compare import Compared
 from relax.dump.files import read_dump, write_dump
@@ -95,9 +96,9 @@ def test_a_reward_changed_in_the_file_is_named_with_its_row(tmp_path: Path) -> N
 
 def test_one_changed_weight_is_seen_in_the_weights_and_in_all_that_follows(tmp_path: Path) -> None:
     made = make_dumps(tmp_path, {"name": "grpo"})
-    dump, path = read_dump(made.folder()), made.folder() / "state" / "model.safetensors"
+    dump, path = read_dump(made.folder()), made.folder() / "state" / TENSORS
     tensors = load_file(path)
-    tensors["model.norm.weight"][0] += 0.5
+    tensors["model.model.norm.weight"][0] += 0.5
     save_file(tensors, path)
     write_dump(dump, made.folder())  # with the digest of the changed file
     found = compare_replay(dump, replay(dump, made.folder(), base=tmp_path), 1e-6)

@@ -186,7 +186,7 @@ def test_another_schema_version_is_refused_and_says_what_to_do(path: Path) -> No
     with sqlite3.connect(path) as db:
         db.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
     db.close()
-    with pytest.raises(LedgerSchemaError, match=r"schema version 99, this program needs 1; .*new run folder"):
+    with pytest.raises(LedgerSchemaError, match=r"schema version 99, this program needs 2; .*new run folder"):
         Ledger(path)
 
 

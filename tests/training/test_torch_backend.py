@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from relax.algorithms import build_loss
+from relax.checkpoint.manifest import FACTS, TENSORS
 from relax.config.algorithm import AlgorithmConfig
 from relax.training.base import LossOutput, NotSaved, TrainBatch
 from relax.training.batching import TrainRow, make_batches
@@ -148,9 +149,9 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing(
     backend = make_backend()
     backend.step(make_batches(make_rows(3), 30), DAPO)
     backend.save(tmp_path)
-    saved = load_file(tmp_path / "model.safetensors")
-    saved["model.norm.weight"] = torch.zeros(31)
-    save_file(saved, tmp_path / "model.safetensors")
+    saved = load_file(tmp_path / TENSORS)
+    saved["model.model.norm.weight"] = torch.zeros(31)
+    save_file(saved, tmp_path / TENSORS)
     other = make_backend()
     before = tensors(other)
     with pytest.raises(ModelError, match=r"model\.norm\.weight"):
@@ -254,11 +255,11 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
         TorchBackend(ActorConfig(), tmp_path, 1, seed=1, threads=1)
 
 
-@pytest.mark.parametrize("blocked", ["model.safetensors", "trainer.pt"])
+@pytest.mark.parametrize("blocked", [TENSORS, FACTS])
 def test_a_state_that_cannot_be_written_is_one_clear_error(
     blocked: str, tmp_path: Path, make_backend: MakeBackend
 ) -> None:
-    """behaviour: B47. The writers of safetensors and torch each have an error of their own."""
+    """behaviour: B47."""
     (tmp_path / blocked).mkdir()
     with pytest.raises(NotSaved, match=f"cannot write {tmp_path}"):
         make_backend().save(tmp_path)
