@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,18 +51,76 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _ATTACH_RETRY_S = 0.2
+_ENGINE_CHECK_S = 2.0
+"""How long rows may be under way before the engine is asked whether it is still there."""
 
 
-Attached = tuple[Any, "BlobStore | None", Caller]
-"""The engine's actor, the storage where rows are moved, and who we are there."""
+class Attachment:
+    """To one bus, of one epoch: its engine, its storage where rows are moved, and who we are there.
+
+    An operation of several calls makes them all through the same one, so it never mixes two buses.
+    """
+
+    def __init__(self, engine: Any, store: BlobStore | None, caller: Caller) -> None:
+        self.engine, self.caller = engine, caller
+        self._store = store
+        self._transfers: set[asyncio.Task[Any]] = set()
+        self._left = False
+
+    @property
+    def moves_rows(self) -> bool:
+        return self._store is not None
+
+    @property
+    def store(self) -> BlobStore:
+        if self._store is None:
+            raise BusError(f"{self.caller.owner} is connected for calls only: connect with rows=True to move rows")
+        return self._store
+
+    async def transfer(self, work: Coroutine[Any, Any, T], timeout_s: float, what: str) -> T:
+        """Await what uses the sockets of `store`. Raises BusTimeout, and BusUnavailable when this bus is gone.
+
+        A dead storage process does not answer, and says nothing: its engine is asked, which goes with it.
+        """
+        if self._left:
+            work.close()
+            raise BusUnavailable(f"{what} begun at a bus that was left")
+        deadline = time.monotonic() + timeout_s
+        task = asyncio.get_running_loop().create_task(work)
+        self._transfers.add(task)
+        task.add_done_callback(self._transfers.discard)
+        try:
+            while True:
+                left = deadline - time.monotonic()
+                await asyncio.wait([task], timeout=max(0.0, min(left, _ENGINE_CHECK_S)))
+                if task.cancelled():
+                    raise BusUnavailable(f"{what} was cut off: the bus is another one by now")
+                if task.done():
+                    return task.result()
+                if left <= 0:
+                    raise BusTimeout(f"{what} took longer than {timeout_s:.1f} s")
+                with contextlib.suppress(BusTimeout):
+                    await _ask(self.engine, "endpoints", timeout_s=min(left, _ENGINE_CHECK_S))
+        finally:
+            task.cancel()
+
+    async def leave(self) -> None:
+        """End what is under way here and close the sockets; they belong to the loop until nothing uses them."""
+        self._left = True
+        for task in self._transfers:
+            task.cancel()
+        if self._transfers:
+            await asyncio.wait(list(self._transfers))
+        if self._store is not None:
+            await asyncio.to_thread(self._store.close)
 
 
 class Core:
     """One attached client. Its methods run on the loop that `connect` ran on."""
 
-    def __init__(self, address: BusAddress, role: str, config: BusConfig, attached: Attached) -> None:
+    def __init__(self, address: BusAddress, role: str, config: BusConfig, at: Attachment) -> None:
         self._address, self._role = address, role
-        self._engine, self._attached, self.caller = attached
+        self._at = at
         self.rpc_timeout_s = config.rpc_timeout_s
         self._attaching = asyncio.Lock()
         self._kept: dict[str, asyncio.Task[None]] = {}
@@ -84,19 +142,16 @@ class Core:
         async with self._attaching:
             if self.caller != lost:
                 return
-            rows, gone = self._attached is not None, self._attached
-            self._engine, self._attached, self.caller = await _attach(self._address, lost.owner, rows, deadline_s)
+            gone = self._at
+            self._at = await _attach(self._address, lost.owner, gone.moves_rows, deadline_s)
             for lease_id in list(self._kept):
                 self._unkeep(lease_id)
             self._ended.clear()
-            if gone is not None:
-                await asyncio.to_thread(gone.close)
+            await gone.leave()
 
     @property
-    def _store(self) -> BlobStore:
-        if self._attached is None:
-            raise BusError(f"{self.caller.owner} is connected for calls only: connect with rows=True to move rows")
-        return self._attached
+    def caller(self) -> Caller:
+        return self._at.caller
 
     async def ask(
         self, kind: type[T], method: str, *arguments: Any, more_s: float = 0.0, caller: Caller | None = None
@@ -112,26 +167,23 @@ class Core:
 
         Raises the BusError it answers with, BusTimeout, BusUnavailable.
         """
-        try:
-            reply = self._engine.ask.remote(method, pack_call((caller or self.caller, *arguments)))
-        except RayError as error:
-            raise BusUnavailable(f"the bus is gone: {error}") from error
-        return _value(unpack_call(await _answer(reply, self.rpc_timeout_s + more_s)))
+        packed = pack_call((caller or self.caller, *arguments))
+        reply = await _answer(lambda: self._at.engine.ask.remote(method, packed), self.rpc_timeout_s + more_s)
+        return _value(unpack_call(reply))
 
     async def stats(self) -> BusStats:
-        stats: BusStats = await _ask(self._engine.call.remote("stats"), self.rpc_timeout_s)
+        stats: BusStats = await _ask(self._at.engine, "stats", timeout_s=self.rpc_timeout_s)
         return stats
 
     async def ping(self) -> str:
-        return str(await _ask(self._engine.call.remote("ping"), self.rpc_timeout_s))
+        return str(await _ask(self._at.engine, "ping", timeout_s=self.rpc_timeout_s))
 
     async def close(self) -> None:
         for lease_id in list(self._kept):
             self._unkeep(lease_id)
         if self._farewells:
             await asyncio.wait(self._farewells, timeout=self.rpc_timeout_s)
-        if self._attached is not None:
-            await asyncio.to_thread(self._attached.close)
+        await self._at.leave()
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -179,44 +231,47 @@ class Core:
         ack: bool,
         deadline_s: float,
     ) -> PutResult:
-        """Plan, store, commit. Planned anew when the plan or the commit's answer is lost."""
+        """Plan, store, commit, all in one bus. Planned anew when the plan or the commit's answer is lost."""
+        at = self._at
         deadline = time.monotonic() + deadline_s
         while True:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise BusTimeout(f"put of {len(headers)} rows not committed within {deadline_s} s")
             put_id = uuid.uuid4().hex
-            plan = await self.call("plan_put", put_id, tuple(headers), lease_id, ack, left, more_s=left)
+            plan = await self.call(
+                "plan_put", put_id, tuple(headers), lease_id, ack, left, more_s=left, caller=at.caller
+            )
             if isinstance(plan, Empty):
                 raise BusFull(f"no room for {len(headers)} rows within {deadline_s} s")
             if not plan.rows:
                 return PutResult(0, plan.repeated, plan.refused, plan.ended)
             try:
-                return await self._store_and_commit(plan, encoded, deadline)
+                return await self._store_and_commit(at, plan, encoded, deadline)
             except PutLost:
                 continue
 
     async def _store_and_commit(
-        self, plan: PutPlan, encoded: dict[str, list[EncodedField]], deadline: float
+        self, at: Attachment, plan: PutPlan, encoded: dict[str, list[EncodedField]], deadline: float
     ) -> PutResult:
         blobs = []
         for row in plan.rows:
             fields = [field for field in encoded[row.row_id] if field.name in row.fields]
             blobs.append(pack(row.row_id, fields))
-        write = self._store.write(plan.column, [row.slot for row in plan.rows], blobs)
-        await _bounded(write, deadline - time.monotonic(), "writing to the storage")
+        write = at.store.write(plan.column, [row.slot for row in plan.rows], blobs)
+        await at.transfer(write, deadline - time.monotonic(), "writing to the storage")
         partitions: dict[str, list[int]] = {}
         for row in plan.rows:
             partitions.setdefault(row.partition, []).append(row.slot)
         body = {
             "put_id": plan.put_id,
-            "caller": [self.caller.owner, self.caller.incarnation, self.caller.epoch],
+            "caller": [at.caller.owner, at.caller.incarnation, at.caller.epoch],
             "column": plan.column,
             "partitions": [[name, slots] for name, slots in partitions.items()],
         }
         timeout_s = min(self.rpc_timeout_s, deadline - time.monotonic())
         try:
-            answer = await _bounded(self._store.commit(body), timeout_s, "the commit")
+            answer = await at.transfer(at.store.commit(body), timeout_s, "the commit")
         except BusTimeout as error:
             # The commit may have happened: planned anew, its fields then count as repeated.
             raise PutLost(str(error)) from error
@@ -230,14 +285,15 @@ class Core:
     async def lease(self, request: LeaseRequest, wait_s: float, keep: bool) -> Lease | Empty | Closed:
         if not request.lease_id:
             request = replace(request, lease_id=uuid.uuid4().hex)
+        at = self._at
         try:
-            reply = await self.call("lease", request, wait_s, more_s=wait_s)
+            reply = await self.call("lease", request, wait_s, more_s=wait_s, caller=at.caller)
             if not isinstance(reply, Grant):
                 assert isinstance(reply, (Empty, Closed))
                 return reply
             if keep:
                 self._keep(reply.lease_id, reply.ttl_s)
-            rows = await self._read(reply)
+            rows = await self._read(at, reply)
         except CorruptRow:
             await self.give_up(request.lease_id, "corrupt")
             raise
@@ -326,7 +382,7 @@ class Core:
 
     # -- reading -----------------------------------------------------------------------------
 
-    async def _read(self, grant: Grant) -> tuple[Row, ...]:
+    async def _read(self, at: Attachment, grant: Grant) -> tuple[Row, ...]:
         """Fetch the blobs of a grant, few requests for many rows; verify row ids and digests."""
         columns_of: dict[int, set[str]] = {}
         for row in grant.rows:
@@ -337,13 +393,13 @@ class Core:
             slots_with.setdefault(tuple(sorted(columns)), []).append(slot)
         blobs: dict[tuple[int, str], Any] = {}
         for columns_tuple, slots in slots_with.items():
-            read = self._store.read(columns_tuple, slots)
-            blobs |= await _bounded(read, self.rpc_timeout_s, "reading from the storage")
+            read = at.store.read(columns_tuple, slots)
+            blobs |= await at.transfer(read, self.rpc_timeout_s, "reading from the storage")
         unpacked: dict[BlobRef, dict[str, Any]] = {}  # the rows of a group share their prompt
         return tuple(_row(row, blobs, unpacked) for row in grant.rows)
 
 
-async def _attach(address: BusAddress, owner: str, rows: bool, deadline_s: float) -> Attached:
+async def _attach(address: BusAddress, owner: str, rows: bool, deadline_s: float) -> Attachment:
     """As a new incarnation of `owner`. An engine that dies meanwhile is looked for again until the deadline."""
     deadline = time.monotonic() + deadline_s
     while True:
@@ -356,15 +412,16 @@ async def _attach(address: BusAddress, owner: str, rows: bool, deadline_s: float
         await asyncio.sleep(_ATTACH_RETRY_S)
 
 
-async def _attach_to(engine: Any, owner: str, rows: bool, deadline: float) -> Attached:
-    caller: Caller = await _ask(engine.call.remote("register", owner), deadline - time.monotonic())
+async def _attach_to(engine: Any, owner: str, rows: bool, deadline: float) -> Attachment:
+    caller: Caller = await _ask(engine, "register", owner, timeout_s=deadline - time.monotonic())
     if not rows:
-        return engine, None, caller
+        return Attachment(engine, None, caller)
     # TransferQueue and torch, first and by our way of importing them: the endpoints are of their types.
     kind = await _bounded(asyncio.to_thread(_blob_store), deadline - time.monotonic(), "loading TransferQueue")
-    endpoints = await _ask(engine.call.remote("endpoints"), deadline - time.monotonic())
+    endpoints = await _ask(engine, "endpoints", timeout_s=deadline - time.monotonic())
     attach = asyncio.to_thread(kind, *endpoints)
-    return engine, await _bounded(attach, deadline - time.monotonic(), "attaching to the storage"), caller
+    store = await _bounded(attach, deadline - time.monotonic(), "attaching to the storage")
+    return Attachment(engine, store, caller)
 
 
 def _header(
@@ -399,13 +456,13 @@ async def _find(address: BusAddress, deadline: float) -> Any:
         await asyncio.sleep(_ATTACH_RETRY_S)
 
 
-async def _ask(reply: Awaitable[Any], timeout_s: float) -> Any:
-    return _value(await _answer(reply, timeout_s))
+async def _ask(engine: Any, method: str, *arguments: Any, timeout_s: float) -> Any:
+    return _value(await _answer(lambda: engine.call.remote(method, *arguments), timeout_s))
 
 
-async def _answer(reply: Awaitable[Any], timeout_s: float) -> Any:
+async def _answer(send: Callable[[], Awaitable[Any]], timeout_s: float) -> Any:
     try:
-        return await asyncio.wait_for(reply, timeout_s)
+        return await asyncio.wait_for(send(), timeout_s)
     except TimeoutError as error:
         raise BusTimeout(f"the bus did not answer within {timeout_s:.1f} s") from error
     except RayError as error:

@@ -71,6 +71,12 @@ _handles: dict[str, DeploymentHandle] = {}
 """Handles follow replicas that come and go; to look one up costs a round trip to Serve's controller."""
 
 
+def asked_to_end() -> bool:
+    """Of the present task, on a CancelledError: was it meant? Else what it awaited was cancelled: a fault."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def call(app: str, method: str, *args: Any, deadline_s: float = CALL_DEADLINE_S) -> Any:
     """One call to the ingress deployment of an application.
 
@@ -146,7 +152,9 @@ class RoleReporter:
             try:
                 await loop_function()
                 await self.write_trace()
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as error:
+                if not asked_to_end():
+                    self.fail(error)
                 raise
             except Exception as error:  # the one supervisor border of this process: recorded and reported
                 if not self.stopped.is_set():

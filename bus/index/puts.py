@@ -226,8 +226,7 @@ class Puts:
         spec = planned.admission
         assert spec is not None
         row, size = planned.row, sum(size for _, _, size in planned.fields)
-        if spec.group_id in self._s.groups:
-            plan.repeated += 1
+        if not self._is_new_group(spec, plan):  # any more: this may have changed since the plan
             self._discard_prompt(planned)
             return 0
         self._store(planned, planned.fields, plan.column)

@@ -42,7 +42,7 @@ from services.controller.api import (
 from services.controller.book import RunBook, bus_snapshot
 from services.controller.closing import close_run, eval_json, stats_json
 from services.controller.exporter import LiveExport, RayMetrics, metrics_endpoints
-from services.runtime import ServiceUnavailable, call, run_folder_path, serve_place
+from services.runtime import ServiceUnavailable, asked_to_end, call, run_folder_path, serve_place
 
 logger = logging.getLogger("ray.serve")
 api = FastAPI(title="Relax control API", version="1")
@@ -219,7 +219,9 @@ class Controller:
         """A fault of one of the controller's own loops makes it unhealthy."""
         try:
             await work()
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
+            if not asked_to_end():
+                self._error = repr(error)
             raise
         except Exception as error:  # the supervisor border of this process
             logger.exception("controller failed")

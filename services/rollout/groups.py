@@ -141,7 +141,6 @@ class GroupKeeper:
             prompt = self._next_prompt()
             if prompt is None:
                 self.admission.exhausted = True
-                await self.close(TRAINING)
                 break
             min_version = self.admission.admit(prompt.group_id, now)
             entries.append(
@@ -160,6 +159,8 @@ class GroupKeeper:
             await asyncio.to_thread(self.ledger.admit, entries)
             await self.link.until_done(lambda: self._put(entries))
             self.reporter.count("groups_admitted", len(entries))
+        if self.admission.exhausted and TRAINING not in self._closed:
+            await self.close(TRAINING)
         self.reporter.facts["skipped_rows"] = self.source.skipped
 
     def _next_prompt(self) -> Prompt | None:

@@ -59,7 +59,7 @@ async def test_a_cancelled_lease_call_takes_no_work_with_it(
     name = unique("s")
     if when == "reading":
         await client.admit([group(name, 0)], 30)
-    read = client._core._store.read
+    read = client._core._at.store.read
     reading = threading.Event()
 
     async def endless(columns: tuple[str, ...], slots: list[int]) -> dict[tuple[int, str], Any]:
@@ -67,7 +67,7 @@ async def test_a_cancelled_lease_call_takes_no_work_with_it(
         await asyncio.Event().wait()
         return {}
 
-    client._core._store.read = endless
+    client._core._at.store.read = endless
     request = LeaseRequest("rollout", ("prompt",), lease_id=uuid.uuid4().hex)
     call = asyncio.create_task(client.lease(request, wait_s=60))
     if when == "reading":
@@ -79,7 +79,7 @@ async def test_a_cancelled_lease_call_takes_no_work_with_it(
             await asyncio.sleep(0.05)
     call.cancel()
     await asyncio.wait([call])
-    client._core._store.read = read
+    client._core._at.store.read = read
     if when == "waiting":
         await client.admit([group(name, 0)], 30)
     lease = await client.lease(LeaseRequest("rollout", ("prompt",)), wait_s=10)
@@ -187,7 +187,7 @@ async def test_a_call_of_another_epoch_is_refused(bus_address: BusAddress, bus_c
     engine = ray.get_actor(bus_address.engine, namespace=bus_address.namespace)
     stranger = Caller(client.caller.owner, client.caller.incarnation, "epoch of yesterday")
     assert isinstance(await engine.call.remote("extend", stranger, "x"), StaleEpoch)
-    client._core.caller = stranger
+    client._core._at.caller = stranger
     with pytest.raises(StaleEpoch):
         await client.gc(1)
     await client.close()
@@ -222,6 +222,36 @@ async def test_a_closed_bus_says_so_and_one_created_again_is_open_empty_and_of_a
     destroy_bus(again)
 
 
+@pytest.mark.parametrize("notices", ["itself", "elsewhere"])
+async def test_what_is_under_way_when_a_bus_is_replaced_fails_with_its_error(
+    private_ray: str, bus_config: BusConfig, notices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """behaviour: B16. Soon, whether or not another task notices the loss, and with an error: a cancellation
+    would end the caller's loop without a word.
+    """
+    if notices == "elsewhere":
+        monkeypatch.setattr("bus.core._ENGINE_CHECK_S", 60.0)
+    address = start_bus(private_ray, bus_config)
+    client = await connect(address, bus_config, "all")
+    lost = client.caller
+    await asyncio.to_thread(kill, address, address.stores[0])
+    put = asyncio.create_task(client.admit([group("s:0:0", 0)], 60))
+    while not client._core._at._transfers:
+        await asyncio.sleep(0.05)
+    destroy_bus(address)
+    start_bus(private_ray, bus_config, address.run_id)
+    if notices == "elsewhere":
+        await client.reattach(lost, deadline_s=30)
+    with pytest.raises(BusUnavailable, match="another one" if notices == "elsewhere" else "gone"):
+        await asyncio.wait_for(put, 10)
+    await client.reattach(lost, deadline_s=30)
+    assert (await client.stats()).open_groups == 0
+    await client.admit([group("s:0:0", 0)], 30)
+    assert (await client.stats()).open_groups == 1
+    await client.close()
+    destroy_bus(address)
+
+
 async def test_there_is_no_bus_to_attach_to(private_ray: str, bus_config: BusConfig) -> None:
     address = BusAddress("none", private_ray, "bus-none-engine", ())
     with pytest.raises(BusUnavailable, match="no bus"):
@@ -240,7 +270,7 @@ async def test_a_corrupt_row_is_found_by_the_reader_and_given_back(
     ref = grant.rows[0].blobs[0]
     await client.release("peek", DRAIN)
     other = pack(f"{name}/0/0", [encode_field(f"{name}/0/0", "tokens", np.zeros(8, np.int32))])
-    await client._loop.run(client._core._store.write(ref.column, [ref.slot], [other]))
+    await client._loop.run(client._core._at.store.write(ref.column, [ref.slot], [other]))
     with pytest.raises(CorruptRow):
         await client.lease(LeaseRequest("reward", ("tokens",)), wait_s=30)
     assert not [held for held in (await client.stats()).held if held.owner == client.caller.owner]
@@ -254,17 +284,17 @@ async def test_a_commit_that_the_engine_does_not_confirm_is_no_success(
     """The notice is lost: the put does not return as if it were visible, and may be repeated."""
     name = unique("s")
     client = await connect(bus_address, bus_config.model_copy(update={"rpc_timeout_s": 2.0}), "all")
-    commit = client._core._store.commit
+    commit = client._core._at.store.commit
 
     async def lost(body: object) -> dict[str, object]:
         await asyncio.Event().wait()
         return {}
 
-    client._core._store.commit = lost
+    client._core._at.store.commit = lost
     with pytest.raises(BusTimeout):
         await client.admit([group(name, 0)], 4.0)
     assert isinstance(await client.lease(LeaseRequest("rollout", ("prompt",)), wait_s=0), Empty)
-    client._core._store.commit = commit
+    client._core._at.store.commit = commit
     assert (await client.admit([group(name, 0)], 30)).admitted == 1
     await client.drop(name, "test over")
     await client.close()
@@ -278,7 +308,7 @@ async def test_a_commit_whose_answer_is_lost_counts_once(bus_address: BusAddress
     lease = await client.lease(LeaseRequest("rollout", ("prompt",)), wait_s=30)
     assert isinstance(lease, Lease)
     before = (await client.stats()).account.produced
-    commit = client._core._store.commit
+    commit = client._core._at.store.commit
     lost = []
 
     async def answer_lost_once(body: dict[str, object]) -> dict[str, object]:
@@ -288,7 +318,7 @@ async def test_a_commit_whose_answer_is_lost_counts_once(bus_address: BusAddress
             await asyncio.Event().wait()
         return answer
 
-    client._core._store.commit = answer_lost_once
+    client._core._at.store.commit = answer_lost_once
     result = await client.put([sample(name, 0)], lease_id=lease.lease_id, deadline_s=60)
     assert (result.stored, result.repeated) == (0, 5)
     assert (await client.stats()).account.produced == before + 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bus_driver import Driver
 
 from bus.index import Index
-from bus.records import EventKind, Grant, TrainedStep
+from bus.records import Empty, EventKind, Grant, PutPlan, TrainedStep
 
 
 def seeded(d: Driver, through_step: int = 0, **fates: int) -> bool:
@@ -44,6 +44,22 @@ def test_a_step_that_the_ledger_missed_counts_once_whether_its_groups_came_befor
     [left] = d.granted("rollout", max_items=9).groups
     assert left.group_id == "g1"
     assert (d.index.state.version, d.index.state.step) == (2, 2)
+
+
+def test_a_group_whose_prompt_is_on_its_way_when_its_step_is_told_is_not_trained_again() -> None:
+    """behaviour: B12. Between the plan of a put and its commit other calls take their turn."""
+    d = Driver()
+    seeded(d)
+    plan = d.plan("manager", [d.admission("g0", 0)])
+    assert isinstance(plan, PutPlan)
+    recommit(d, TrainedStep(1, 1, {"g0": 2}))
+    result = d.index.commit_put(d.callers["manager"], plan.put_id, d.now)
+    assert (result.stored, result.refused) == (0, (("g0", "trained"),))
+    assert isinstance(d.lease("rollout"), Empty)
+    account = d.index.account()
+    assert (account.produced, account.trained, account.balanced) == (2, 2, True)
+    d.collect()
+    assert not d.index.state.rows and d.index.state.prompt_rows == 0
 
 
 def test_a_group_of_a_lost_epoch_that_is_rolled_back_is_generated_anew() -> None:

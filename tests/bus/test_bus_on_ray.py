@@ -160,7 +160,7 @@ async def test_the_engine_serves_only_the_notice_on_its_socket(bus_address: BusA
     from transfer_queue.utils.zmq_utils import ZMQMessage, ZMQRequestType
 
     client = await connect(bus_address, bus_config, "all")
-    store = client._core._store
+    store = client._core._at.store
 
     async def save() -> ZMQMessage:
         request = ZMQMessage.create(ZMQRequestType.SAVE_CONTROLLER_CHECKPOINT, "TQ_STORAGE_x", {"path": "/tmp/x"})
