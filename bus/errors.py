@@ -35,6 +35,10 @@ class IncompleteGroup(BusError):
     """A rollout lease was acknowledged while members have neither a row nor a tombstone."""
 
 
+class IncompleteRow(BusError):
+    """A row is acknowledged without what its holder had said to produce."""
+
+
 class Fenced(BusError):
     """The caller is an old incarnation of its owner."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable
 
-from bus.errors import BusError, Fenced, GroupTooLarge, IncompleteGroup, LeaseLost
+from bus.errors import BusError, Fenced, GroupTooLarge, IncompleteGroup, IncompleteRow, LeaseLost
 from bus.index.groups import Groups
 from bus.index.overdue import held_slots
 from bus.index.state import TRAINED, Group, LeaseState, Row, State
@@ -224,6 +224,8 @@ class Leases:
             raise BusError("the actor acknowledges with the tag `step`")
         if lease.task == "rollout":
             self._refuse_unfinished(chosen)
+        else:
+            self._refuse_unproduced(lease, chosen)
         void = []
         for item in chosen:
             if not self._finish(lease, item, step):
@@ -239,6 +241,8 @@ class Leases:
         for item in items:
             group = self._locate(item)[1]
             if lease.task == "rollout" and group is not None and group.fate is None and group.missing:
+                continue
+            if self._unproduced(lease, item):
                 continue
             if item in lease.items and self._finish(lease, item, None):
                 self._s.counters["acked"] += 1
@@ -294,6 +298,18 @@ class Leases:
             if group is not None and group.fate is None and group.missing:
                 missing = [k for k, member in enumerate(group.members) if member.missing]
                 raise IncompleteGroup(f"group {group_id}: members {missing} have neither a row nor a tombstone")
+
+    def _refuse_unproduced(self, lease: LeaseState, items: list[str]) -> None:
+        for item in items:
+            if missing := self._unproduced(lease, item):
+                raise IncompleteRow(f"row {item}: {lease.task} acknowledges it without {', '.join(missing)}")
+
+    def _unproduced(self, lease: LeaseState, item: str) -> list[str]:
+        """What the holder said it produces, and a row that is still wanted lacks: nobody else would be asked for it."""
+        row, group = self._locate(item)
+        if row is None or group is None or group.fate is not None or group.members[row.k].tombstone is not None:
+            return []
+        return [name for name in lease.request.produces if name not in row.fields]
 
     def _finish(self, lease: LeaseState, item: str, step: int | None) -> bool:
         row, group = self._locate(item)

@@ -111,6 +111,8 @@ class Driver:
         by_task = {"rollout": ("prompt",), "actor": ("tokens", "reward")}
         fields = by_task.get(task, ("tokens",))
         request = {"task": task, "fields": fields, "lease_id": uuid.uuid4().hex, "max_items": 1, **more}
+        if task == "reward":
+            request = {"produces": ("reward",), **request}
         return self.index.lease(self.callers[owner or task], LeaseRequest(**request), self.now)
 
     def granted(self, task: str, **more: Any) -> Grant:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from bus_driver import EVAL, Driver, version
 
-from bus.errors import BusError, Fenced, IncompleteGroup, LeaseLost
+from bus.errors import BusError, Fenced, IncompleteGroup, IncompleteRow, LeaseLost
 from bus.records import DRAIN, TRAINING, Closed, Empty, EventKind, Grant, LeaseRequest, VerdictKind
 
 
@@ -435,3 +435,16 @@ def test_a_teacher_that_waits_is_woken_by_its_rows_and_by_the_end() -> None:
     assert "teacher:math" in d.index.take_woken()
     d.index.close_topic(d.callers["manager"], "prompts", d.now)
     assert "teacher:math" in d.index.take_woken()
+
+
+def test_a_row_is_not_acknowledged_without_what_its_holder_produces() -> None:
+    """Else nobody would be asked for it again, and its group would never be complete."""
+    d = Driver()
+    d.admit("g0", 0)
+    d.generate()
+    lease = d.granted("reward", max_items=2)
+    d.put("reward", [d.reward_of("g0/0/0")], lease.lease_id)
+    with pytest.raises(IncompleteRow, match="g0/1/0"):
+        d.ack("reward", lease.lease_id)
+    d.put("reward", [d.reward_of("g0/1/0")], lease.lease_id)
+    assert d.ack("reward", lease.lease_id).acked == 2

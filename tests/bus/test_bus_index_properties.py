@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from bus.errors import BusError, IncompleteGroup
+from bus.errors import BusError, IncompleteGroup, IncompleteRow
 from bus.index.state import TRAINED, Group, LeaseState
 from bus.records import Closed, Empty, Grant, VerdictKind
 
@@ -140,7 +140,7 @@ class Traffic(RuleBasedStateMachine):
         items = list(lease.items)
         try:
             result = self.d.ack(owner, lease.lease_id, step=self.step + 1)
-        except IncompleteGroup:
+        except (IncompleteGroup, IncompleteRow):
             return
         if owner == "actor":
             assert not result.void
