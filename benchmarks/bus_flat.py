@@ -61,7 +61,7 @@ class Passing:
             self._seen = events[-1].seq
 
     async def _one_step(self) -> int:
-        from bus.records import GroupAdmission, LeaseRequest, RowPut, Verdict, VerdictKind
+        from bus.records import GroupAdmission, LeaseRequest, RowPut, TrainedStep, Verdict, VerdictKind
 
         client, first = self._client, self._step * STEP_GROUPS
         self._step += 1
@@ -81,7 +81,8 @@ class Passing:
         batch = await client.lease(LeaseRequest("actor", TRAIN_FIELDS, max_items=STEP_GROUPS), wait_s=60)
         if not len(rows) == len(rewards) == len(batch.rows):
             raise RuntimeError(f"{len(rows)} rows went in, {len(rewards)} were scored, {len(batch.rows)} came out")
-        await client.commit_step([batch.lease_id], version=self._step, step=self._step)
+        trained = TrainedStep(self._step, self._step, dict.fromkeys(ids, GROUP))
+        await client.commit_step(trained, [batch.lease_id])
         await client.gc(self._step)
         await self.read_events()
         return len(rows)

@@ -28,6 +28,7 @@ from bus.records import (
     Lease,
     LeaseRequest,
     PutResult,
+    Rollback,
     RowPut,
     Tags,
     TrainedStep,
@@ -149,12 +150,13 @@ class BusClient:
         """
         return await self._loop.run(self._core.ack(lease_id, row_ids, tags))
 
-    async def commit_step(self, lease_ids: Sequence[str], *, version: PolicyVersion, step: int) -> AckResult:
-        """A published step: its leases end, their groups count as trained, its version is the newest.
+    async def commit_step(self, trained: TrainedStep, lease_ids: Sequence[str]) -> AckResult:
+        """A step that was taken: its groups count as trained, its version is the newest, all at once.
 
-        All at once, or nothing: LeaseLost when one of the leases is gone, BusError when the version fell.
+        `lease_ids`: what held its groups; they end, and one that has expired is no error. BusError, and nothing
+        changes, when the version fell or the step was committed before.
         """
-        return await self._loop.run(self._core.commit_step(lease_ids, version, step))
+        return await self._loop.run(self._core.commit_step(trained, lease_ids))
 
     async def release(self, lease_id: str, reason: str, row_ids: Sequence[str] | None = None) -> int:
         """Hand the lease back. Any reason but DRAIN counts as one delivery of its items."""
@@ -189,12 +191,12 @@ class BusClient:
         """
         return await self._loop.run(self._core.events(after, wait_s, caller))
 
-    async def seed(self, fates: Mapping[str, int], through_step: int) -> bool:
-        """What the ledger knows of earlier epochs: train samples by fate, and the newest trained step.
+    async def seed(self, fates: Mapping[str, int], through_step: int, lineage: int) -> bool:
+        """What the ledger knows of earlier epochs: train samples by fate, the newest trained step, its lineage.
 
         False when this epoch was told before.
         """
-        return await self._loop.run(self._core.ask(bool, "seed", dict(fates), through_step))
+        return await self._loop.run(self._core.ask(bool, "seed", dict(fates), through_step, lineage))
 
     async def recommit(self, steps: Sequence[TrainedStep], *, wait_s: float) -> int:
         """Steps taken before this epoch, oldest first: those that the ledger did not know count as trained now.
@@ -210,9 +212,9 @@ class BusClient:
         """
         await self._loop.run(self._core.ask(type(None), "close_topic", topic))
 
-    async def set_version(self, version: PolicyVersion, step: int) -> None:
-        """The newest published version and the step it belongs to. Versions only grow."""
-        await self._loop.run(self._core.ask(type(None), "set_version", version, step))
+    async def set_version(self, version: PolicyVersion, of_step: int, step: int) -> None:
+        """The newest published version, the step that published it, and the newest trained step. Versions only grow."""
+        await self._loop.run(self._core.ask(type(None), "set_version", version, of_step, step))
 
     async def gc(self, through_step: int) -> int:
         """Free the groups trained in steps <= through_step. Returns the rows freed."""
@@ -222,9 +224,16 @@ class BusClient:
         """Free eval groups that were read. Returns the rows freed."""
         return await self._loop.run(self._core.ask(int, "collect_eval", tuple(group_ids)))
 
-    async def rollback(self, to_step: int) -> tuple[str, ...]:
-        """Queue the retained groups trained after `to_step` again. Their ids in order of training."""
-        return await self._loop.run(self._core.rollback(to_step))
+    async def rollback(self, to: Rollback) -> bool:
+        """Queue the groups trained after `to.to_step` again, in their order, once per lineage.
+
+        False when their rows are gone: only an empty bus, filled from the ledger, can go on then.
+        """
+        return await self._loop.run(self._core.ask(bool, "rollback", to))
+
+    async def complete(self) -> tuple[str, ...]:
+        """Ids of the open training groups whose members are all terminal."""
+        return await self._loop.run(self._core.ask(tuple, "complete"))
 
     async def stats(self) -> BusStats:
         """One atomic snapshot."""
@@ -286,8 +295,8 @@ class SyncBusClient:
     def ack(self, lease_id: str, row_ids: Sequence[str] | None = None, tags: Tags | None = None) -> AckResult:
         return self._call(self._core.ack(lease_id, row_ids, tags))
 
-    def commit_step(self, lease_ids: Sequence[str], *, version: PolicyVersion, step: int) -> AckResult:
-        return self._call(self._core.commit_step(lease_ids, version, step))
+    def commit_step(self, trained: TrainedStep, lease_ids: Sequence[str]) -> AckResult:
+        return self._call(self._core.commit_step(trained, lease_ids))
 
     def release(self, lease_id: str, reason: str, row_ids: Sequence[str] | None = None) -> int:
         return self._call(self._core.release(lease_id, reason, row_ids))
@@ -314,8 +323,8 @@ class SyncBusClient:
     def events(self, after: int, *, wait_s: float) -> list[Event]:
         return self._call(self._core.events(after, wait_s, None), wait_s)
 
-    def seed(self, fates: Mapping[str, int], through_step: int) -> bool:
-        return self._call(self._core.ask(bool, "seed", dict(fates), through_step))
+    def seed(self, fates: Mapping[str, int], through_step: int, lineage: int) -> bool:
+        return self._call(self._core.ask(bool, "seed", dict(fates), through_step, lineage))
 
     def recommit(self, steps: Sequence[TrainedStep], *, wait_s: float) -> int:
         return self._call(self._core.recommit(steps, wait_s), wait_s)
@@ -323,8 +332,8 @@ class SyncBusClient:
     def close_topic(self, topic: str) -> None:
         self._call(self._core.ask(type(None), "close_topic", topic))
 
-    def set_version(self, version: PolicyVersion, step: int) -> None:
-        self._call(self._core.ask(type(None), "set_version", version, step))
+    def set_version(self, version: PolicyVersion, of_step: int, step: int) -> None:
+        self._call(self._core.ask(type(None), "set_version", version, of_step, step))
 
     def gc(self, through_step: int) -> int:
         return self._call(self._core.ask(int, "gc", through_step))
@@ -332,8 +341,11 @@ class SyncBusClient:
     def collect_eval(self, group_ids: Sequence[str]) -> int:
         return self._call(self._core.ask(int, "collect_eval", tuple(group_ids)))
 
-    def rollback(self, to_step: int) -> tuple[str, ...]:
-        return self._call(self._core.rollback(to_step))
+    def rollback(self, to: Rollback) -> bool:
+        return self._call(self._core.ask(bool, "rollback", to))
+
+    def complete(self) -> tuple[str, ...]:
+        return self._call(self._core.ask(tuple, "complete"))
 
     def stats(self) -> BusStats:
         return self._call(self._core.stats())

@@ -325,8 +325,8 @@ class Core:
             self._unkeep(lease_id)
         return result
 
-    async def commit_step(self, lease_ids: Sequence[str], version: int, step: int) -> AckResult:
-        result = await self.ask(AckResult, "commit_step", tuple(lease_ids), version, step)
+    async def commit_step(self, trained: TrainedStep, lease_ids: Sequence[str]) -> AckResult:
+        result = await self.ask(AckResult, "commit_step", trained)
         for lease_id in lease_ids:
             self._unkeep(lease_id)
         return result
@@ -354,10 +354,6 @@ class Core:
     async def events(self, after: int, wait_s: float, caller: Caller | None) -> list[Event]:
         reply = await self.call("events", after, wait_s, more_s=wait_s, caller=caller)
         return [] if isinstance(reply, Empty) else list(reply)
-
-    async def rollback(self, to_step: int) -> tuple[str, ...]:
-        group_ids: tuple[str, ...] = await self.call("rollback", to_step)
-        return group_ids
 
     def _keep(self, lease_id: str, ttl_s: float) -> None:
         if lease_id not in self._kept:

@@ -35,6 +35,7 @@ from bus.records import (
     Grant,
     LeaseRequest,
     PutPlan,
+    Rollback,
     RowHeader,
     TrainedStep,
     Verdict,
@@ -176,10 +177,8 @@ class BusEngine(_Controller):  # type: ignore[misc]
     ) -> AckResult | BusError:
         return self._call(caller, lambda now: self._index.ack(caller, lease_id, items, step, now))
 
-    async def commit_step(
-        self, caller: Caller, lease_ids: tuple[str, ...], version: int, step: int
-    ) -> AckResult | BusError:
-        return self._call(caller, lambda now: self._index.commit_step(caller, lease_ids, version, step, now))
+    async def commit_step(self, caller: Caller, trained: TrainedStep) -> AckResult | BusError:
+        return self._call(caller, lambda now: self._index.commit_step(caller, trained, now))
 
     async def release(
         self, caller: Caller, lease_id: str, items: tuple[str, ...] | None, reason: str
@@ -195,8 +194,8 @@ class BusEngine(_Controller):  # type: ignore[misc]
     async def events(self, caller: Caller, after: int, wait_s: float) -> list[Event] | Empty | BusError:
         return await self._poll("events", wait_s, caller, lambda now: self._index.events(caller, after, now) or Empty())
 
-    async def seed(self, caller: Caller, fates: dict[str, int], through_step: int) -> bool | BusError:
-        return self._call(caller, lambda now: self._index.seed(caller, fates, through_step, now))
+    async def seed(self, caller: Caller, fates: dict[str, int], through_step: int, lineage: int) -> bool | BusError:
+        return self._call(caller, lambda now: self._index.seed(caller, fates, through_step, lineage, now))
 
     async def recommit(self, caller: Caller, steps: tuple[TrainedStep, ...], wait_s: float) -> int | Empty | BusError:
         def repeat(now: float) -> int | Empty:
@@ -208,8 +207,8 @@ class BusEngine(_Controller):  # type: ignore[misc]
     async def close_topic(self, caller: Caller, topic: str) -> BusError | None:
         return self._call(caller, lambda now: self._index.close_topic(caller, topic, now))
 
-    async def set_version(self, caller: Caller, version: int, step: int) -> BusError | None:
-        return self._call(caller, lambda now: self._index.set_version(caller, version, step, now))
+    async def set_version(self, caller: Caller, version: int, of_step: int, step: int) -> BusError | None:
+        return self._call(caller, lambda now: self._index.set_version(caller, version, of_step, step, now))
 
     async def gc(self, caller: Caller, through_step: int) -> int | BusError:
         return self._call(caller, lambda now: self._index.gc(caller, through_step, now))
@@ -217,8 +216,11 @@ class BusEngine(_Controller):  # type: ignore[misc]
     async def collect_eval(self, caller: Caller, group_ids: tuple[str, ...]) -> int | BusError:
         return self._call(caller, lambda now: self._index.collect_eval(caller, group_ids, now))
 
-    async def rollback(self, caller: Caller, to_step: int) -> tuple[str, ...] | BusError:
-        return self._call(caller, lambda now: self._index.rollback(caller, to_step, now))
+    async def rollback(self, caller: Caller, to: Rollback) -> bool | BusError:
+        return self._call(caller, lambda now: self._index.rollback(caller, to, now))
+
+    async def complete(self, caller: Caller) -> tuple[str, ...] | BusError:
+        return self._call(caller, lambda now: self._index.complete(caller, now))
 
     async def stats(self) -> BusStats | BusError:
         return self._run(self._index.stats)

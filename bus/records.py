@@ -344,9 +344,10 @@ class MemberReport(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`seq` grows by one per event. `row_id` is set for `dead_row`, `step` for `trained`.
+    """`seq` grows by one per event. `row_id` is set for `dead_row`, `step` and `version` for `trained`.
 
-    `samples`: of a group that ended, its produced samples by fate.
+    `version`: the newest that was published when the step was committed. `samples`: of a group that ended, its produced
+    samples by fate.
     """
 
     seq: int
@@ -358,14 +359,29 @@ class Event:
     row_id: str | None = None
     reason: str | None = None
     samples: Mapping[str, int] = field(default_factory=dict)
+    version: int | None = None
 
 
 class TrainedStep(NamedTuple):
-    """A step that the trainer has taken: its groups, each with the number of samples that were trained."""
+    """A step that the trainer has taken: its groups, each with the number of samples that were trained.
+
+    `version`: the newest published one; a step that is trained again after a rollback publishes none.
+    """
 
     step: int
     version: int
     groups: dict[str, int]
+
+
+class Rollback(NamedTuple):
+    """A new lineage of training, that goes on from the state after `to_step`.
+
+    `group_ids`: those that the ledger has as trained after that step in the lineage before.
+    """
+
+    lineage: int
+    to_step: int
+    group_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -14,6 +15,15 @@ from services.runtime import RoleReporter
 
 LONG_POLL_S = 2.0
 """How long one lease call waits in the bus: also how late a stop is noticed."""
+REOPENED_POLL_S = 1.0
+"""How often a task that was closed is asked for again."""
+
+
+async def stopped_within(reporter: RoleReporter, seconds: float) -> bool:
+    """Whether the run was stopped before so many seconds were over."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(reporter.stopped.wait(), seconds)
+    return reporter.stopped.is_set()
 
 
 @contextlib.asynccontextmanager
@@ -33,23 +43,36 @@ async def consume(
     request: LeaseRequest,
     reporter: RoleReporter,
     handle: Callable[[Lease], Awaitable[None]],
+    on_closed: Callable[[bool], Awaitable[None]] | None = None,
 ) -> None:
-    """Until the bus closes the task or the run stops.
+    """Until the run stops. `on_closed` hears when the bus closes the task, and when it opened it again: after the
+    trainer went back to an older state the last groups may have to be made once more.
 
     An exception in `handle` releases the lease and passes on, unless it is of the bus: a lost lease, an unanswered
     call and a lost bus are counted, and the work goes on with what is leased next.
     """
     link = BusLink(bus, reporter)
+    closed = False
+
+    async def tell(now_closed: bool) -> None:
+        nonlocal closed
+        if on_closed is not None and now_closed != closed:
+            await on_closed(now_closed)
+        closed = now_closed
+
     while not reporter.stopped.is_set():
-        reporter.waiting_for = f"rows ready for {request.task}"
+        reporter.waiting_for = "" if closed else f"rows ready for {request.task}"
         here = bus.caller
         try:
             with reporter.time_split.book(WAIT_DATA):
                 lease = await bus.lease(request, wait_s=LONG_POLL_S, keep=True)
             if isinstance(lease, Closed):
-                return
+                await tell(True)
+                await stopped_within(reporter, REOPENED_POLL_S)
+                continue
             if isinstance(lease, Empty):
                 continue
+            await tell(False)
             reporter.waiting_for = ""
             async with holding(bus, lease):
                 with reporter.time_split.book(WORK):

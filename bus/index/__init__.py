@@ -33,6 +33,7 @@ from bus.records import (
     LeaseRequest,
     PutPlan,
     PutResult,
+    Rollback,
     RowHeader,
     TrainedStep,
     Verdict,
@@ -131,18 +132,21 @@ class Index:
         self._enter(caller, now)
         return self._leases.release(caller, lease_id, items, reason)
 
-    def commit_step(self, caller: Caller, lease_ids: tuple[str, ...], version: int, step: int, now: float) -> AckResult:
-        """A published step: its groups count as trained and its version is the newest, at once or not at all.
+    def commit_step(self, caller: Caller, trained: TrainedStep, now: float) -> AckResult:
+        """A step that was taken: its groups count as trained and its version is the newest, at once or not at all.
 
-        The same call again, because its answer was lost, gets the same answer.
+        The same call again, because its answer was lost, gets the same answer. BusError for a version that fell, or a
+        step that does not follow the newest one.
         """
         self._enter(caller, now)
-        call = (caller, lease_ids, version, step)
+        call = (caller, trained)
         if self.state.committed is not None and self.state.committed[0] == call:
             return self.state.committed[1]
-        self._check_version(version)
-        result = self._leases.ack_step(caller, lease_ids, step)
-        self._set_version(version, step)
+        self._check_version(trained.version)
+        if trained.step <= self.state.step:
+            raise BusError(f"step {trained.step} after {self.state.step}: it was committed before")
+        result = self._leases.ack_step(trained)
+        self._set_version(trained.version, trained.step, trained.step)
         self.state.committed = (call, result)
         return result
 
@@ -174,8 +178,8 @@ class Index:
             reply.append(event)
         return reply
 
-    def seed(self, caller: Caller, fates: dict[str, int], through_step: int, now: float) -> bool:
-        """What the ledger knows of earlier epochs: samples by fate, trained up to `through_step`.
+    def seed(self, caller: Caller, fates: dict[str, int], through_step: int, lineage: int, now: float) -> bool:
+        """What the ledger knows of earlier epochs: samples by fate, trained up to `through_step` of its `lineage`.
 
         Counts once per epoch: False when this one was told before.
         """
@@ -183,6 +187,7 @@ class Index:
         if self.state.seeded_through is not None:
             return False
         self.state.seeded_through = through_step
+        self.state.lineage = lineage
         self.state.settled.update(fates)
         self.state.produced += sum(fates.values())
         self.state.woken.add("seed")
@@ -199,8 +204,8 @@ class Index:
         new = [step for step in steps if step.step > max(self.state.seeded_through, self.state.step)]
         for step in new:
             for group_id, samples in step.groups.items():
-                self._groups.trained_elsewhere(group_id, step.step, samples)
-            self._set_version(step.version, step.step)
+                self._groups.trained_elsewhere(group_id, samples, step.step, step.version)
+            self._set_version(step.version, step.step, step.step)
         return len(new)
 
     def close_topic(self, caller: Caller, topic: str, now: float) -> None:
@@ -210,19 +215,23 @@ class Index:
         self.state.closed.add(topic)
         self.state.woken |= {"rollout", "actor", *self._queues.rows}
 
-    def set_version(self, caller: Caller, version: int, step: int, now: float) -> None:
-        """The newest published version and its step. Versions never fall; BusError if one does."""
+    def set_version(self, caller: Caller, version: int, of_step: int, step: int, now: float) -> None:
+        """The newest published version, the step that published it, and the newest step that was trained.
+
+        The last two differ while steps are trained again. Versions never fall; BusError if one does.
+        """
         self._enter(caller, now)
         self._check_version(version)
-        self._set_version(version, step)
+        self._set_version(version, of_step, step)
 
     def _check_version(self, version: int) -> None:
         if version < self.state.version:
             raise BusError(f"version {version} after {self.state.version}: versions only grow")
 
-    def _set_version(self, version: int, step: int) -> None:
+    def _set_version(self, version: int, of_step: int, step: int) -> None:
+        if version > self.state.version or not self.state.steps_of:
+            self.state.steps_of[version] = of_step
         self.state.version, self.state.step = version, step
-        self.state.steps_of[version] = step
         self.state.woken.add("actor")
 
     def gc(self, caller: Caller, through_step: int, now: float) -> int:
@@ -235,10 +244,28 @@ class Index:
         self._enter(caller, now)
         return self._groups.collect_eval(group_ids)
 
-    def rollback(self, caller: Caller, to_step: int, now: float) -> tuple[str, ...]:
-        """Queue the retained groups trained after `to_step` again. Their ids, in order."""
+    def rollback(self, caller: Caller, to: Rollback, now: float) -> bool:
+        """Go back to the state after `to.to_step`: what was trained later is trained again from the same rows.
+
+        Once per lineage: True, and nothing more, when this one, or a later one, has begun. False, and nothing changes,
+        when rows that would be trained again are gone: then only an empty bus and the ledger can go on.
+        """
         self._enter(caller, now)
-        return self._groups.rollback(to_step)
+        if to.lineage <= self.state.lineage:
+            return True
+        if not self._groups.rollback(to):
+            return False
+        self.state.lineage = to.lineage
+        self.state.step = min(self.state.step, to.to_step)
+        self.state.committed = None
+        self.state.closed.clear()
+        self.state.counters["rollbacks"] += 1
+        return True
+
+    def complete(self, caller: Caller, now: float) -> tuple[str, ...]:
+        """Ids of the open training groups whose members are all terminal: what a manager that comes up has missed."""
+        self._enter(caller, now)
+        return tuple(gid for gid in self.state.open_train if self.state.groups[gid].complete)
 
     # -- the host's calls --------------------------------------------------------------------
 

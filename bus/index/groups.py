@@ -6,7 +6,7 @@ still get work, and the ready queues. Accounts are derived from `Member.fate` (s
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from bus.errors import BusError
 from bus.index.state import TRAINED, Garbage, Group, Member, Row, State
@@ -18,6 +18,7 @@ from bus.records import (
     Event,
     EventKind,
     MemberReport,
+    Rollback,
     Scalar,
     Verdict,
     VerdictKind,
@@ -203,13 +204,14 @@ class Groups:
         fate: str,
         step: int | None = None,
         *,
+        version: int | None = None,
         kind: EventKind = EventKind.DROPPED,
         elsewhere: int | None = None,
     ) -> None:
         """Terminal: every visible sample gets its fate, reservations return, rows become free.
 
-        `step`: it was trained then, and its rows are retained; with `elsewhere` it was trained from so many samples
-        of an earlier epoch, and what it has here is of no use. `kind`: of the event, if it was not trained.
+        `step`, `version`: it was trained then, and its rows are retained; with `elsewhere` it was trained from so many
+        samples of an earlier epoch, and what it has here is of no use. `kind`: of the event, if it was not trained.
         """
         group.fate, group.step = fate, step
         for member in group.members:
@@ -228,26 +230,36 @@ class Groups:
             self._leave_waiting(group)
         self._s.woken |= {"rollout", "actor", SPACE, *self._queues.rows}
         if step is not None and elsewhere is None:
-            group.retained = True
-            self._retain(group)
+            if not group.retained:  # else it was trained before, and taken back
+                group.retained = True
+                self._retain(group)
             self._s.trained_in.setdefault(step, []).append(group_id)
-        self.emit(kind if step is None else EventKind.TRAINED, group, step=step, reason=fate if step is None else None)
+        if step is None:
+            self.emit(kind, group, reason=fate)
+        else:
+            self.emit(EventKind.TRAINED, group, step=step, version=self._s.version if version is None else version)
         self.free_if_unheld(group)
 
-    def trained_elsewhere(self, group_id: str, step: int, samples: int) -> None:
+    def trained_elsewhere(self, group_id: str, samples: int, step: int, version: int) -> None:
         """A group that was trained from the rows of an earlier epoch: it ends here, or is not taken when it comes."""
         group = self._s.groups.get(group_id)
         if group is not None and group.fate is not None:
             return
         self._s.trained_elsewhere[group_id] = (step, samples)
         if group is not None:
-            self.end(group, TRAINED, step, elsewhere=samples)
+            self.end(group, TRAINED, step, version=version, elsewhere=samples)
             return
         self._s.produced += samples
         self._s.settled[TRAINED] += samples
         self._s.event_seq += 1
         event = Event(
-            self._s.event_seq, EventKind.TRAINED, group_id, Purpose.TRAIN, step=step, samples={TRAINED: samples}
+            self._s.event_seq,
+            EventKind.TRAINED,
+            group_id,
+            Purpose.TRAIN,
+            step=step,
+            samples={TRAINED: samples},
+            version=version,
         )
         self._s.events.append(event)
         self._s.woken.add(EVENTS)
@@ -271,46 +283,46 @@ class Groups:
             if row.visible:
                 self._s.budget.use(0, row.bytes - row.charge)
                 row.charge = row.bytes
-        self._move_to_retained(group, 1)
+        charged = [row for row in rows if row.visible]
+        self._s.budget.retain(len(charged), sum(row.charge for row in charged))
+        self._s.prompt_rows -= 1
+        self._s.prompt_bytes -= group.prompt.charge
 
-    def _move_to_retained(self, group: Group, sign: int) -> None:
-        charged = [row for row in (group.prompt, *group.sample_rows()) if row.visible]
-        self._s.budget.retain(sign * len(charged), sign * sum(row.charge for row in charged))
-        self._s.prompt_rows -= sign
-        self._s.prompt_bytes -= sign * group.prompt.charge
+    def rollback(self, to: Rollback) -> bool:
+        """Queue the groups trained after `to.to_step` again, before all others and in the order they were trained.
 
-    def rollback(self, to_step: int) -> tuple[str, ...]:
-        """Take back the groups trained after `to_step`, in the order they were trained."""
-        taken: list[str] = []
-        for step in sorted(s for s in self._s.trained_in if s > to_step):
-            for group_id in self._s.trained_in.pop(step):
-                group = self._s.groups[group_id]
-                group.fate = group.step = group.tally = None
-                group.retained = False
-                for member in group.members:
-                    if member.fate == TRAINED:
-                        member.fate = None
-                self._move_to_retained(group, -1)
-                self._s.open_train.add(group_id)
-                group.actor.deliveries = 0
-                self.given_back_by_actor(group)
-                taken.append(group_id)
-        for group_id in [g for g, (step, _) in self._s.trained_elsewhere.items() if step > to_step]:
-            self._forget_elsewhere(group_id)
-        return tuple(taken)
+        Nothing changes, and the answer is False, when the rows of one of them are gone: they were collected, or were
+        those of an earlier epoch. Else what the reader of events has not heard of those steps he never will.
+        """
+        again = [gid for step in sorted(self._s.trained_in) if step > to.to_step for gid in self._s.trained_in[step]]
+        elsewhere = any(step > to.to_step for step, _ in self._s.trained_elsewhere.values())
+        if self._s.collected_through > to.to_step or elsewhere or not set(to.group_ids) <= set(again):
+            return False
+        for place, group_id in enumerate(again):
+            self._take_back(self._s.groups[group_id], place)
+        for step in [step for step in self._s.trained_in if step > to.to_step]:
+            del self._s.trained_in[step]
+        unheard = [e for e in self._s.events if e.kind is not EventKind.TRAINED or (e.step or 0) <= to.to_step]
+        self._s.events = deque(unheard)
+        return True
 
-    def _forget_elsewhere(self, group_id: str) -> None:
-        """Its rows are lost: it may be admitted and generated anew."""
-        _, samples = self._s.trained_elsewhere.pop(group_id)
-        self._s.produced -= samples
-        if self._s.groups.pop(group_id, None) is None:  # else its tally goes with it
-            self._s.settled[TRAINED] -= samples
+    def _take_back(self, group: Group, place: int) -> None:
+        """Its rows stay in the budget of the retained ones, so that the producers have their room."""
+        group.fate = group.step = group.tally = None
+        group.replay = place
+        for member in group.members:
+            if member.fate == TRAINED:
+                member.fate = None
+        self._s.open_train.add(group.spec.group_id)
+        group.actor.deliveries = 0
+        self.given_back_by_actor(group)
 
     # -- freeing -----------------------------------------------------------------------------
 
     def collect_trained(self, through_step: int) -> int:
         """Free the rows of groups trained in steps <= through_step. Returns the rows freed."""
         freed = 0
+        self._s.collected_through = max(self._s.collected_through, through_step)
         for step in sorted(s for s in self._s.trained_in if s <= through_step):
             for group_id in self._s.trained_in.pop(step):
                 freed += self._free(self._s.groups[group_id], retained=True)
@@ -326,9 +338,10 @@ class Groups:
         return len(self._s.garbage) - before
 
     def free_if_unheld(self, group: Group) -> None:
-        """Rows of a group that ended, and is not retained, go once no lease can be reading them."""
-        if group.fate is not None and not group.retained and not group.holds and not group.freed:
-            self._free(group, retained=False)
+        """Rows of a group that ended, and waits for no checkpoint, go once no lease can be reading them."""
+        kept = group.retained and group.step is not None
+        if group.fate is not None and not kept and not group.holds and not group.freed:
+            self._free(group, retained=group.retained)
 
     def _free(self, group: Group, *, retained: bool) -> int:
         """Hand the storage rows to the collector; the budget returns when it has freed them."""
@@ -376,6 +389,7 @@ class Groups:
         *,
         members: tuple[MemberReport, ...] = (),
         step: int | None = None,
+        version: int | None = None,
         row_id: str | None = None,
         reason: str | None = None,
     ) -> None:
@@ -392,6 +406,7 @@ class Groups:
                 row_id,
                 reason,
                 dict(group.tally or {}),
+                version,
             )
         )
         self._s.woken.add(EVENTS)

@@ -25,6 +25,7 @@ from bus.records import (
     LeaseRequest,
     RowGrant,
     RowHeader,
+    TrainedStep,
 )
 
 STALE = "stale"
@@ -132,11 +133,12 @@ class Leases:
         assert queue is not None
         slots, rows = request.slots_left, 0
         while len(lease.items) < request.max_items and (group := queue.peek()) is not None:
-            if self._too_old(group, request):
-                self._groups.end(group, STALE)
-                continue
-            if slots is not None and slots - self._held_for_overdue(group, request) < 1:
-                return "held"
+            if group.replay is None:
+                if self._too_old(group, request):
+                    self._groups.end(group, STALE)
+                    continue
+                if slots is not None and slots - self._held_for_overdue(group, request) < 1:
+                    return "held"
             size = len(group.live_rows())
             if lease.items and request.max_rows is not None and rows + size > request.max_rows:
                 break
@@ -150,10 +152,7 @@ class Leases:
         return "none"
 
     def _too_old(self, group: Group, request: LeaseRequest) -> bool:
-        if request.max_token_lag is None:
-            return False
-        version = self._s.version if request.version is None else request.version
-        return self._s.lag(version, group.oldest_version()) > request.max_token_lag
+        return request.max_token_lag is not None and self._s.lag(group.oldest_version()) > request.max_token_lag
 
     def _held_for_overdue(self, group: Group, request: LeaseRequest) -> int:
         per_step = request.groups_per_step or request.max_items
@@ -248,16 +247,25 @@ class Leases:
                 self._s.counters["acked"] += 1
         return lease_id not in self._s.leases
 
-    def ack_step(self, caller: Caller, lease_ids: tuple[str, ...], step: int) -> AckResult:
-        """End the actor's leases of one step together: all of them, or none when one is lost."""
-        for lease_id in lease_ids:
-            self.owned(caller, lease_id)
-        results = [self.ack(caller, lease_id, None, step) for lease_id in lease_ids]
-        return AckResult(
-            sum(result.acked for result in results),
-            tuple(item for result in results for item in result.void),
-            self._s.budget.retained_over,
-        )
+    def ack_step(self, trained: TrainedStep) -> AckResult:
+        """The groups of a step end as trained, whether their lease still runs or expired in a long step: it was taken.
+
+        `void`: those that had ended otherwise meanwhile.
+        """
+        void = []
+        for group_id in trained.groups:
+            group = self._s.groups.get(group_id)
+            if group is None or group.fate is not None:
+                void.append(group_id)
+                continue
+            lease = self._s.leases.get(group.actor.lease_id or "")
+            if lease is not None:
+                self._finish(lease, group_id, trained.step, trained.version)
+            else:
+                self._groups.end(group, TRAINED, trained.step, version=trained.version)
+        acked = len(trained.groups) - len(void)
+        self._s.counters["acked"] += acked
+        return AckResult(acked, tuple(void), self._s.budget.retained_over)
 
     def release(self, caller: Caller, lease_id: str, items: tuple[str, ...] | None, reason: str) -> int:
         """Hand items back. Returns how many. Other reasons than `drain` count as a delivery."""
@@ -311,7 +319,7 @@ class Leases:
             return []
         return [name for name in lease.request.produces if name not in row.fields]
 
-    def _finish(self, lease: LeaseState, item: str, step: int | None) -> bool:
+    def _finish(self, lease: LeaseState, item: str, step: int | None, version: int | None = None) -> bool:
         row, group = self._locate(item)
         if row is not None and lease.task in row.leases:
             row.done.add(lease.task)
@@ -320,7 +328,7 @@ class Leases:
         if group is not None and lease.task == "rollout":
             group.rollout.lease_id = None
         elif group is not None and alive and lease.task == "actor":
-            self._groups.end(group, TRAINED, step)
+            self._groups.end(group, TRAINED, step, version=version)
             group.actor.lease_id = None
         self._detach(lease, item, group)
         return alive

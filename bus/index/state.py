@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from bus.index.budget import Budget
-from bus.records import AckResult, AdmitHeader, Caller, Event, LeaseRequest, Scalar, VerdictKind
+from bus.records import AckResult, AdmitHeader, Caller, Event, LeaseRequest, Scalar, TrainedStep, VerdictKind
 from relax.types import Purpose
 
 TRAINED = "trained"
@@ -121,7 +121,9 @@ class Group:
     holds: int = 0
     freed: bool = False
     retained: bool = False
-    """Trained, and its rows kept until a checkpoint covers them."""
+    """Trained, now or before a rollback: its rows have a budget of their own, until a checkpoint covers them."""
+    replay: int | None = None
+    """Its place among the groups that were taken back by a rollback: they are trained again in the old order."""
     tally: Counter[str] | None = None
     """Once ended: its produced samples by fate."""
     last_event: int = 0
@@ -137,6 +139,11 @@ class Group:
     @property
     def order(self) -> tuple[int, int]:
         return self.spec.min_version, self.spec.seq
+
+    @property
+    def train_order(self) -> tuple[bool, int, int]:
+        """What was trained before a rollback comes first, as it came then."""
+        return (True, *self.order) if self.replay is None else (False, self.replay, 0)
 
     @property
     def missing(self) -> bool:
@@ -225,12 +232,17 @@ class State:
     acknowledged: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Lease id -> (owner, incarnation) of the last leases that ended well: a repeated call is told so."""
     plans: dict[str, Plan] = field(default_factory=dict)
-    committed: tuple[tuple[Caller, tuple[str, ...], int, int], AckResult] | None = None
+    committed: tuple[tuple[Caller, TrainedStep], AckResult] | None = None
     """The last commit of a step and its answer, for a caller that did not hear it."""
     incarnations: dict[str, int] = field(default_factory=dict)
     steps_of: dict[int, int] = field(default_factory=dict)
     version: int = 0
+    """The newest that was published."""
     step: int = 0
+    """The newest that was trained in this lineage."""
+    lineage: int = 0
+    collected_through: int = 0
+    """Rows of groups trained up to this step were freed."""
     closed: set[str] = field(default_factory=set)
     counters: Counter[str] = field(default_factory=Counter)
     produced: int = 0
@@ -255,8 +267,14 @@ class State:
     forgettable: deque[str] = field(default_factory=deque)
     woken: set[str] = field(default_factory=set)
 
-    def lag(self, now_version: int, version: int) -> int:
-        """Steps between two versions, at least 0; versions that no step is known of count as one each."""
-        if now_version in self.steps_of and version in self.steps_of:
-            return max(0, self.steps_of[now_version] - self.steps_of[version])
-        return max(0, now_version - version)
+    def lag(self, version: int) -> int:
+        """Steps since the step that published this version, at least 0: after a rollback it may be yet to come."""
+        return max(0, self.step - self._step_of(version))
+
+    def _step_of(self, version: int) -> int:
+        """Before the first that a step is known of, one was published each step."""
+        known = self.steps_of.get(version)
+        if known is not None or not self.steps_of:
+            return version if known is None else known
+        first = next(iter(self.steps_of))
+        return self.steps_of[first] - (first - version)

@@ -112,7 +112,7 @@ class TaskQueues:
                         self.rows[task.name].ready.offer(row)
         elif task.level == "group" and (self.groups is None or fields != self.group_fields):
             self.group_fields = fields
-            self.groups = ReadyQueue[Group](lambda g: g.order, lambda g: g.spec.group_id, self._to_train)
+            self.groups = ReadyQueue[Group](lambda g: g.train_order, lambda g: g.spec.group_id, self._to_train)
             for group in self._s.groups.values():
                 self.groups.offer(group)
 

@@ -74,6 +74,8 @@ def cross_problems(file: RunFile) -> list[str]:
         problems.append("actor.warm_start.data.epochs is not used: the warm start takes what its steps need")
     if actor.dump.steps and all(first > run.steps for first, _, _ in step_ranges(actor.dump.steps)):
         problems.append(f"actor.dump.steps {actor.dump.steps}: the run has {run.steps} steps, none would be recorded")
+    if run.deterministic:
+        problems += _chance(run, rollout)
     worst = worst_group_bytes(run) * rollout.max_segments
     if worst > run.bus.max_bytes:
         problems.append(f"run.bus.max_bytes {run.bus.max_bytes} is less than one group at worst ({worst} bytes)")
@@ -84,6 +86,20 @@ def cross_problems(file: RunFile) -> list[str]:
     if file.serve.get("http_options", {}).get("host", "127.0.0.1") in ("0.0.0.0", "::") and run.bus.host == "0.0.0.0":
         problems.append("run.bus.host 0.0.0.0 would expose an unauthenticated wire: give one private interface")
     return problems
+
+
+def _chance(run: RunConfig, rollout: RolloutConfig) -> list[str]:
+    """What leaves results to chance: which policy draws a sample, and which samples share a batch."""
+    needed = {
+        "run.max_staleness": (run.max_staleness, 0),
+        "rollout.instances": (rollout.instances, 1),
+        "rollout.engine.slots": (rollout.engine.slots, 1),
+    }
+    return [
+        f"run.deterministic needs {key} {wanted}, not {value}"
+        for key, (value, wanted) in needed.items()
+        if value != wanted
+    ]
 
 
 def _teacher_problems(file: RunFile) -> list[str]:

@@ -95,6 +95,9 @@ class RunConfig(StrictModel):
     """Samples per prompt (n)."""
     max_staleness: Annotated[int, Field(ge=0)] = 1
     """Steps that the policy of a sample may lag behind the trainer (S). 0 is exactly on-policy."""
+    deterministic: bool = False
+    """Results equal to the last bit on one machine, with or without crashes. Slower: needs `max_staleness` 0,
+    `rollout.instances` 1 and `rollout.engine.slots` 1, and the trainer waits for all rows of a step."""
     overdue: Overdue | None = None
     """Policy for groups late by `max_staleness`. Default: `wait` at max_staleness 0, else `train`."""
     max_token_lag: Annotated[int, Field(ge=0)] | None = None

@@ -190,6 +190,22 @@ class AdmissionState:
         self._open[group_id] = OpenGroup(group_id, self.version, now_s)
         return self.version
 
+    def take_up(self, group_id: GroupId, min_version: PolicyVersion, now_s: float, *, complete: bool = False) -> None:
+        """A group that was in flight before this state was built, or before what it had been trained in was undone.
+
+        It has its place whatever the capacity is: what comes after it waits.
+        """
+        self._open[group_id] = OpenGroup(group_id, min_version, now_s, complete)
+
+    def undo(self, groups: Iterable[GroupId], now_s: float) -> None:
+        """Trained groups that are in flight again, complete: the trainer went back to an older state.
+
+        Until they are trained again more than `max_outstanding` groups may be in flight; none is admitted meanwhile.
+        """
+        for group_id in groups:
+            self.trained -= 1
+            self.take_up(group_id, self.version, now_s, complete=True)
+
     def readmit(self, group_id: GroupId, now_s: float) -> PolicyVersion:
         """A new attempt at an open group, whose rows were lost: it keeps its place in the counts and gets a
         new `min_version` and deadline. Raises `AdmissionRefused` for a group that is not open."""

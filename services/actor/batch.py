@@ -47,6 +47,12 @@ def train_rows(lease: Lease, config: AlgorithmConfig) -> list[TrainRow]:
     ]
 
 
+def in_order(lease: Lease, rows: Sequence[TrainRow]) -> list[tuple[tuple[int, int, int], TrainRow]]:
+    """Each row with its place in the run (seq of its group, k, segment), whenever it came. `rows` are the lease's."""
+    seq = {group.group_id: group.seq for group in lease.groups}
+    return [((seq[at.group_id], at.k, at.segment), row) for at, row in zip(lease.rows, rows, strict=True)]
+
+
 @dataclass(slots=True)
 class StepSamples:
     """What went into one step, gathered lease by lease."""

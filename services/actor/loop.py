@@ -6,9 +6,10 @@
              → commit in the bus (leases end, version v+1)
 
 A crash before the snapshot discards the step: its leases end and its groups are delivered again. After the snapshot
-the step is taken: who comes up publishes and commits what was not. When the bus is lost the open step is discarded
-too; a step that was taken and not heard of is told to the next bus, before anything is leased there. Runs in a thread
-of its own; calls to bus and services go through the replica's event loop.
+the step is taken: who comes up publishes and commits what was not. Where the newest state is older than what was
+trained, the steps in between are trained again, in a new lineage (relax/control/lineage.py). When the bus is lost the
+open step is discarded too; a step that was taken and not heard of is told to the next bus, before anything is leased
+there. Runs in a thread of its own; calls to bus and services go through the replica's event loop.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +35,7 @@ from bus.records import AckResult, Caller, Closed, Empty, Lease, LeaseRequest, T
 from relax.config.sections import ActorArgs
 from relax.control.admission import hold_below
 from relax.control.judge import constant_reward_warning
+from relax.control.lineage import Published, next_version, version_to_publish
 from relax.dump.recorder import RecordingBackend, RecordingCritic
 from relax.telemetry.time_split import WAIT_DATA, WORK
 from relax.training.base import NonFiniteUpdate
@@ -42,13 +45,14 @@ from relax.training.step import StepOutcome
 from relax.types import Json, PolicyVersion, Purpose, RelaxError
 from relax.weights.store import WeightStore
 from services import names
-from services.actor.batch import StepSamples, actor_fields, train_rows
+from services.actor.batch import StepSamples, actor_fields, in_order, train_rows
 from services.actor.dumping import StepDumper
 from services.actor.keeping import SAVE_DEADLINE_S, StateKeeper
 from services.actor.trace import StepTrace
 from services.bus_link import BUS_TIMEOUTS, BusLink
 from services.consume import LONG_POLL_S
 from services.dcs.api import PublishedVersion, PublishTicket, SavedState
+from services.rollout.api import ActorState
 from services.runtime import RoleReporter, call, call_when_up
 
 logger = logging.getLogger("ray.serve")
@@ -57,6 +61,8 @@ T = TypeVar("T")
 REJOIN_DEADLINE_S = 3600.0
 """Each attempt has a deadline of its own; who has no bus at all has nothing better to do."""
 
+GO_ON_DEADLINE_S = 300.0
+"""For the manager to come up, and to make the bus anew where what is to be trained again has lost its rows."""
 RECOMMIT_WAIT_S = 10.0
 RECORD_POLL_S = 0.2
 HISTORY_STEPS = 8
@@ -112,7 +118,7 @@ class TrainingLoop:
         self.args, self.backend, self.bus, self.reporter, self.loop = args, backend, bus, reporter, loop
         self.dumper, self.export_folder = dumper, export_folder
         self.step = 0
-        self.version = PolicyVersion(0)
+        self.published = Published(PolicyVersion(-1), 0)
         self.link = BusLink(bus, reporter, self._recommit)
         self.history: deque[TrainedStep] = deque(maxlen=args.run.max_staleness + HISTORY_STEPS)
         """The last steps that were taken, published or not yet."""
@@ -156,7 +162,7 @@ class TrainingLoop:
         if self.step == 0:
             raise NothingTrained("the prompt source ended before one step was trained: nothing was learnt")
         with self.reporter.time_split.book(WORK):
-            self.keeper.save(self.step, self._meta(self.version, self._last_record))
+            self.keeper.save(self.step, self._meta(self._last_record))
             self.keeper.finish()
             if self.args.actor.export:
                 self.backend.export(self.export_folder)
@@ -173,22 +179,32 @@ class TrainingLoop:
             self.backend, self.critic, Path(ticket.snapshots), self.link, self.reporter, self.loop
         )
         saved: SavedState | None = self.wait(call(names.DCS, "newest_state", deadline_s=SAVE_DEADLINE_S))
-        published: PublishedVersion | None = self.wait(call(names.DCS, "wait_newer", -1, 0.0))
-        trained = self.wait(self.link.until_done(self.bus.stats), REJOIN_DEADLINE_S).step
+        newest: PublishedVersion | None = self.wait(call(names.DCS, "wait_newer", -1, 0.0))
         if saved is not None:
-            self._go_on(saved)
-        if trained > self.step:
-            raise RuntimeError(
-                f"step {trained} was trained and the newest state of the actor is that of step {self.step}: "
-                "what came between is lost"
-            )
-        if published is None or published.version < self.version:
-            self._publish(self.version)
+            self._load(saved)
+        published = Published(PolicyVersion(newest.version), newest.step) if newest is not None else None
+        if published is not None:
+            self.published = published
+        self._go_on(published, PolicyVersion(ticket.newest_version))
         self.wait(self.link.until_done(self._recommit), REJOIN_DEADLINE_S)
 
-    def _go_on(self, saved: SavedState) -> None:
+    def _go_on(self, published: Published | None, newest: PolicyVersion) -> None:
+        """Say where we are; what was trained later is trained again. `newest`: version ever published, -1 before one.
+
+        Publishes the present policy when no engine has one that the open groups may be made with.
+        """
+        needed = PolicyVersion(0)
+        if newest >= 0:
+            state = ActorState(self.step, int(newest), published.step if published is not None else self.step)
+            calling = call_when_up(names.ROLLOUT, "go_on_from", state, deadline_s=GO_ON_DEADLINE_S)
+            needed = PolicyVersion(self.wait(calling, GO_ON_DEADLINE_S))
+        version = version_to_publish(self.step, published, newest, needed)
+        if version is not None:
+            self._publish(version)
+
+    def _load(self, saved: SavedState) -> None:
         self.keeper.load(saved)
-        self.step, self.version = saved.step, PolicyVersion(saved.meta["version"])
+        self.step = saved.step
         self.lags.update({int(lag): count for lag, count in saved.meta["lags"].items()})
         self.history.extend(TrainedStep(*step) for step in saved.meta["history"])
         self._last_record = saved.meta["record"]
@@ -197,7 +213,12 @@ class TrainingLoop:
         logger.warning("the actor goes on from its state after step %d in %s", self.step, saved.folder)
 
     def _rejoin(self, lost: Caller) -> None:
+        """The next bus. Rows that were to be trained again went with the old one, and are made anew by the policy that
+        we have now."""
         self.wait(self.link.rejoin(lost), REJOIN_DEADLINE_S)
+        if self.step < self.published.step:
+            self._go_on(self.published, self.published.version)
+            self.wait(self.link.until_done(self._tell_version), REJOIN_DEADLINE_S)
 
     async def _until_recorded(self) -> None:
         """Until the ledger has the last step: a bus that is lost before that has to be told of it."""
@@ -219,12 +240,20 @@ class TrainingLoop:
         while not self.reporter.stopped.is_set():
             try:
                 told = await self.bus.recommit(list(self.history), wait_s=RECOMMIT_WAIT_S)
-                await self.bus.set_version(self.version, self.step)
+                await self._tell_version()
             except BusTimeout:  # the manager is not there yet
                 self.reporter.count(BUS_TIMEOUTS)
                 continue
             self.reporter.count("steps_recommitted", told)
             return
+
+    async def _tell_version(self) -> None:
+        await self.bus.set_version(self.published.version, self.published.step, self.step)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Of the policy that is being trained: the version it has, or would have if every step had published."""
+        return self.published.at(self.step)
 
     def _train_step(self) -> bool:
         """One committed step. False when the data has ended and nothing is left to train."""
@@ -245,34 +274,36 @@ class TrainingLoop:
         self.skipped_in_a_row = 0
         if outcome.skipped:
             self.reporter.count("updates_skipped", outcome.skipped)
-        version = PolicyVersion(self.version + 1)
         self.step += 1
-        self.history.append(TrainedStep(self.step, int(version), opened.samples.of_groups()))
+        version = next_version(self.step, self.published)
+        newest = self.published.version if version is None else version
+        self.history.append(TrainedStep(self.step, int(newest), opened.samples.of_groups()))
         self.lags.update(opened.samples.lags)
-        record = self._record(opened.samples, outcome, version, time.monotonic() - begin)
+        record = self._record(opened.samples, outcome, newest, time.monotonic() - begin)
         if self.args.actor.snapshot_every and self.step % self.args.actor.snapshot_every == 0:
-            self.keeper.take(self.step, self._meta(version, record))
+            self.keeper.take(self.step, self._meta(record))
         opened.trace.trained()
-        publish_begin = time.monotonic()
-        self._publish(version)
-        record["publish_s"] = time.monotonic() - publish_begin
-        self.version = version
+        if version is not None:
+            publish_begin = time.monotonic()
+            self._publish(version)
+            record["publish_s"] = time.monotonic() - publish_begin
+        else:
+            self.reporter.count("steps_trained_again")
         committed = self._commit([lease.lease_id for lease in opened.leases])
-        opened.trace.published(int(version))
+        opened.trace.published(int(newest))
         self._warn_of_constant_rewards(opened.samples)
         self.reporter.count("steps")
         self._send(_timed(record, opened.samples, time.monotonic() - begin))
-        self.dumper.finish(outcome, PolicyVersion(version - 1))
+        self.dumper.finish(outcome, PolicyVersion(self.version - 1))
         due = self.args.actor.checkpoint_every and self.step % self.args.actor.checkpoint_every == 0
         if (due or committed.retained_over_budget) and self.step < self.args.run.steps:
-            self.keeper.save(self.step, self._meta(version, record))
+            self.keeper.save(self.step, self._meta(record))
         self._last_record = record
         return True
 
-    def _meta(self, version: PolicyVersion, record: dict[str, float]) -> dict[str, Json]:
+    def _meta(self, record: dict[str, float]) -> dict[str, Json]:
         """What a state carries beside its tensors: enough to finish the step if its actor does not."""
         return {
-            "version": int(version),
             "lags": {str(lag): count for lag, count in self.lags.items()},
             "history": [list(step) for step in self.history],
             "record": record,
@@ -283,7 +314,7 @@ class TrainingLoop:
         while True:
             here = self.bus.caller
             try:
-                return self.wait(self.bus.commit_step(lease_ids, version=self.version, step=self.step))
+                return self.wait(self.bus.commit_step(self.history[-1], lease_ids))
             except BusTimeout:
                 self.reporter.count("commits_repeated")
                 if self.reporter.stopped.is_set():
@@ -297,14 +328,21 @@ class TrainingLoop:
         run, actor = self.args.run, self.args.actor
         per_lease = actor.groups_per_lease or max(1, run.groups_per_step // 4)
         remaining = groups
+        together: list[tuple[tuple[int, int, int], TrainRow]] = []
         while remaining > 0:
             lease = self._lease(opened.fields, run.groups_per_step - opened.groups, min(per_lease, remaining))
             if lease is None:
-                return
+                break
             opened.add(lease, self.version)
             remaining -= len(lease.groups)
-            yield train_rows(lease, actor.algorithm)  # the step computes between two of these
+            rows = train_rows(lease, actor.algorithm)
+            if run.deterministic:
+                together += in_order(lease, rows)
+            else:
+                yield rows  # the step computes between two of these
             self.reporter.count("rows", len(lease.rows))
+        if together:
+            yield [row for _, row in sorted(together, key=itemgetter(0))]
 
     def _lease(self, fields: tuple[str, ...], slots_left: int, max_groups: int) -> Lease | None:
         run = self.args.run
@@ -359,6 +397,7 @@ class TrainingLoop:
         )
         probe = {"tokens": self._probe.tolist(), "logprobs": logprobs.tolist()}
         self.wait(call(names.DCS, "commit_publish", staged.folder.name, probe))
+        self.published = Published(version, self.step)
         self.reporter.facts["version"] = int(version)
         self.reporter.count("publications")
 

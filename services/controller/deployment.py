@@ -103,6 +103,7 @@ class Controller:
         self.stalled: list[str] = []
         self.summary: dict[str, Any] | None = None
         self.violations: list[str] = []
+        self._bus_given_up: str | None = None
         self.bus_stats: BusStats | None = None
         self.bus_stats_at = -math.inf
         self._error: str | None = None
@@ -213,6 +214,11 @@ class Controller:
         await self._take_down()
         return Accepted(state=self.run.state.value)
 
+    async def renew_bus(self, epoch: str, reason: str) -> None:
+        """The manager cannot go on with this bus: an empty one takes its place. Not when it has been replaced."""
+        if epoch == self.bus.caller.epoch:
+            self._bus_given_up = reason
+
     # ------------------------------------------------------------------ supervision
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -272,6 +278,8 @@ class Controller:
         while not self.run.ended:
             try:
                 await self.bus.ping()
+                if self._bus_given_up is not None:
+                    raise BusUnavailable(self._bus_given_up)
             except (BusUnavailable, BusTimeout) as error:
                 if isinstance(error, BusTimeout) and time.monotonic() - heard_at < self.args.controller.bus_silence_s:
                     continue
@@ -288,6 +296,7 @@ class Controller:
             return
         lost = self.bus.caller
         await asyncio.to_thread(destroy_bus, self.bus_address)
+        self._bus_given_up = None
         await self._create_bus()
         await self.bus.reattach(lost, deadline_s=BUS_START_S)
 

@@ -19,13 +19,15 @@ class Unreachable(RelaxError):
 class PublishTicket:
     """Where the actor stages a version: the store's root folder in memory-backed storage, on this Ray node.
 
-    `snapshots`: folder beside it for the actor's own state (`relax.checkpoint.snapshot`).
+    `snapshots`: folder beside it for the actor's own state (`relax.checkpoint.snapshot`). `newest_version`: the highest
+    that was ever published in this run folder, -1 before the first; its weights may be gone.
     """
 
     root: str
     snapshots: str
     bucket_bytes: int
     node_id: str
+    newest_version: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from relax.weights.store import WeightStore, version_folder
 from relax.weights.tcp_server import WeightServer
 from services import names
 from services.dcs.api import PublishedVersion, PublishTicket, SavedState, StorePlace
+from services.dcs.versions import VersionLine, VersionTable
 from services.runtime import RoleReporter, call_when_up, run_folder_path
 
 logger = logging.getLogger("ray.serve")
@@ -79,6 +80,7 @@ class Dcs:
         self.checkpoints = CheckpointStore(
             self.run_dir / "checkpoints", keep=args.dcs.keep_checkpoints, reserve_bytes=args.dcs.reserve_bytes
         )
+        self.versions = await asyncio.to_thread(VersionTable, self.run_dir)
         self.published: PublishedVersion | None = None
         self.pinned: PublishedVersion | None = None
         self._changed = asyncio.Condition()
@@ -117,6 +119,7 @@ class Dcs:
             snapshots=str(self.snapshots),
             bucket_bytes=self.args.dcs.bucket_bytes,
             node_id=self.place.node_id,
+            newest_version=int(self.versions.newest),
         )
 
     async def store_place(self) -> StorePlace:
@@ -130,6 +133,7 @@ class Dcs:
             version = PolicyVersion(manifest.version)
             if version == 0:
                 self._keep_reference()
+            self.versions.add(VersionLine(version, manifest.step, manifest.digest))
             return self._describe(version, manifest.step, manifest.digest, probe)
 
         try:

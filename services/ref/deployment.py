@@ -64,7 +64,6 @@ class Teacher:
         self.reporter.state = "running"
         scoring = Scoring(self.args, model, TEACHER_TASK + self.name, "teacher_logprobs", self.args.run.teacher_top_k)
         await scoring.run(self.bus, self.reporter)
-        self.reporter.state, self.reporter.waiting_for = "done", ""
 
     def _load(self) -> ReferenceModel:
         """Raises `ModelError` for a teacher whose tokens are not the policy's."""
@@ -108,7 +107,6 @@ class Ref:
             model = await self._load()
         self.reporter.state, self.reporter.waiting_for = "running", ""
         await Scoring(self.args, model, "ref", "ref_logprobs").run(self.bus, self.reporter)
-        self.reporter.state, self.reporter.waiting_for = "done", ""
 
     async def _load(self) -> ReferenceModel:
         """The configured folder, or else policy version 0 as DCS keeps it in the run folder."""

@@ -53,7 +53,10 @@ class Scoring:
             puts = [RowPut(row.row_id, row.group_id, dict(fields[row.row_id])) for row in lease.rows]
             await bus.put(puts, lease_id=lease.lease_id, deadline_s=PUT_DEADLINE_S, ack=True)
 
-        await consume(bus, request, reporter, handle)
+        async def on_closed(closed: bool) -> None:
+            reporter.state = "done" if closed else "running"
+
+        await consume(bus, request, reporter, handle, on_closed)
 
     def score(self, leased: Sequence[Row]) -> dict[str, RowFields]:
         """Row id -> its fields, [T] or [T, K]: 0 where not sampled, at the temperature that drew the row."""
@@ -70,7 +73,10 @@ class Scoring:
             for row in leased
         ]
         result: dict[str, RowFields] = {}
-        for batch in make_batches(rows, self.args.ref.micro_batch_tokens, share_prompts=self.args.ref.share_prompts):
+        # Which rows come together is chance, and the sums of a padded batch are not those of a row alone.
+        together = [[row] for row in rows] if self.args.run.deterministic else [rows]
+        budget, share = self.args.ref.micro_batch_tokens, self.args.ref.share_prompts
+        for batch in (batch for some in together for batch in make_batches(some, budget, share_prompts=share)):
             columns = self._columns(batch.tokens, batch.loss_mask, batch.temperature)
             for index, length in enumerate(batch.attention_mask.sum(1).tolist()):
                 result[batch.row_ids[index]] = {

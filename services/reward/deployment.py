@@ -92,9 +92,11 @@ class Reward:
     async def _loop(self) -> None:
         rows = self.args.reward.rows_per_lease
         request = LeaseRequest(task="reward", fields=FIELDS, max_items=rows, produces=PRODUCES)
-        await consume(self.bus, request, self.reporter, self._score_lease)
+        await consume(self.bus, request, self.reporter, self._score_lease, self._closed)
+
+    async def _closed(self, closed: bool) -> None:
         await self._report()
-        self.reporter.state, self.reporter.waiting_for = "done", ""
+        self.reporter.state = "done" if closed else "running"
 
     async def _report_loop(self) -> None:
         while not self.reporter.stopped.is_set():

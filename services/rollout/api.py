@@ -17,6 +17,16 @@ class InstanceStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class ActorState:
+    """From where an actor trains on: after which step, the highest version that was ever published, and the step of the
+    newest one that engines can still take (its own step where there is none)."""
+
+    step: int
+    newest_version: int
+    published_step: int
+
+
+@dataclass(frozen=True, slots=True)
 class LedgerPosition:
     """Where the ledger stands: what a checkpoint records. `cursor` is the prompt source's."""
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from bus.client import BusClient
 from bus.errors import BusTimeout, BusUnavailable
-from bus.records import DEAD_LETTER, TRAINING, Caller, Event, EventKind, GroupAdmission, Verdict, VerdictKind
+from bus.records import DEAD_LETTER, TRAINING, Caller, Event, EventKind, GroupAdmission, Rollback, Verdict, VerdictKind
 from relax.config.sections import RolloutArgs
 from relax.control.admission import AdmissionState, Limits
 from relax.control.judge import FilterStreak, Member, NoSignal, judge_group
@@ -27,9 +27,11 @@ from relax.data.source import PromptSource
 from relax.plugins import load_function
 from relax.telemetry.time_split import WAIT_DATA, WORK
 from relax.types import GroupId, PolicyVersion, Prompt, Purpose
+from services import names
 from services.bus_link import BUS_TIMEOUTS, BusLink
+from services.rollout.api import ActorState
 from services.rollout.ledger import AdmissionEntry, EventPosition, Ledger, Terminal, TerminalState
-from services.runtime import RoleReporter
+from services.runtime import RoleReporter, call
 
 logger = logging.getLogger("ray.serve")
 
@@ -70,7 +72,11 @@ class GroupKeeper:
         self.on_loss: Callable[[], None] = lambda: None
         """Called when an empty bus takes the place of one that may have held evaluations."""
         self.finished = asyncio.Event()
-        self.step = 0
+        """All groups have ended, for as long as the trainer does not go back."""
+        self.reopened = asyncio.Event()
+        """The opposite of `finished`."""
+        self.reopened.set()
+        self.step = ledger.trained_through
         """The newest committed training step."""
         self._stepped = asyncio.Event()
         self._room = asyncio.Event()
@@ -102,21 +108,74 @@ class GroupKeeper:
 
     async def _tell_and_readmit(self) -> None:
         """Open groups get their next attempt in a bus that has just begun, else the present one once more."""
+        lineage = await asyncio.to_thread(self.ledger.newest_lineage)
         fates = await asyncio.to_thread(self.ledger.sample_fates)
-        empty = await self.bus.seed(fates, self.ledger.trained_through)
+        empty = await self.bus.seed(fates, self.ledger.trained_through, lineage.number)
+        if not empty:
+            await self._follow_lineage()
+        elif self.ledger.trained_through < lineage.published_step:
+            # What was to be trained again from old rows is made anew: by the policy as it is now, not by a later one.
+            self.admission.version = max(self.admission.version, lineage.next_version)
         entries = await asyncio.to_thread(self.ledger.open_groups, Purpose.TRAIN)
         if not entries:
             return
         now, here = time.monotonic(), {group.group_id for group in self.admission.open_groups}
+        complete = set(await self.bus.complete())
         for entry in entries:
             if entry.group_id not in here:
-                self.admission.admit(entry.group_id, now)
-            elif empty:
+                is_complete = entry.group_id in complete
+                self.admission.take_up(entry.group_id, entry.min_version, now, complete=is_complete)
+            if empty:
                 self.admission.readmit(entry.group_id, now)
         if empty:
             entries = await asyncio.to_thread(self.ledger.readmit, entries, self.admission.version)
             self.reporter.count("groups_readmitted", len(entries))
         await self._put(entries)
+
+    # ------------------------------------------------------------------ an actor that goes on
+
+    async def go_on_from(self, actor: ActorState) -> PolicyVersion:
+        """The actor trains on from a state that may be older than what was trained. Returns the version that the open
+        groups ask for: when it is not published yet, that is for the actor to do.
+
+        What was trained since is in flight again, in a new lineage: from the same rows where the bus has them, else
+        the bus begins anew and all of it is generated again.
+        """
+        return await self.link.until_done(lambda: self._go_on_from(actor))
+
+    async def _go_on_from(self, actor: ActorState) -> PolicyVersion:
+        async with self._applying:
+            trained = max((await self.bus.stats()).step, self.ledger.trained_through)
+            if trained > actor.step:
+                next_version = PolicyVersion(actor.newest_version + 1)
+                await asyncio.to_thread(
+                    self.ledger.start_lineage, actor.step, next_version, max(actor.published_step, trained)
+                )
+                self._closed.clear()  # roles ask again, and the last groups close them again
+                self.reporter.count("rollbacks")
+                self.reporter.count("steps_taken_back", trained - actor.step)
+                logger.warning("steps %d to %d are trained again", actor.step + 1, trained)
+            await self._follow_lineage()
+        self._room.set()
+        return self.admission.version
+
+    async def _follow_lineage(self) -> None:
+        """Bring the bus and the counts to the ledger's newest lineage. Raises `BusUnavailable` where that takes a new
+        bus, which then comes."""
+        lineage = await asyncio.to_thread(self.ledger.newest_lineage)
+        if not lineage.number:
+            return
+        back = Rollback(lineage.number, lineage.through_step, await asyncio.to_thread(self.ledger.taken_back))
+        here = self.bus.caller
+        kept = await self.bus.rollback(back)
+        here_already = {group.group_id for group in self.admission.open_groups}
+        open_again = [e.group_id for e in await asyncio.to_thread(self.ledger.open_groups, Purpose.TRAIN)]
+        self.admission.undo((group for group in open_again if group not in here_already), time.monotonic())
+        self.step = min(self.step, self.ledger.trained_through)
+        if not kept:
+            reason = f"rows of steps after {lineage.through_step}, which are to be trained again, are gone"
+            await call(names.CONTROLLER, "renew_bus", here.epoch, reason)
+            raise BusUnavailable(reason)
 
     async def close(self, topic: str) -> None:
         """In this bus and in each that may follow it."""
@@ -129,8 +188,11 @@ class GroupKeeper:
             with self.reporter.time_split.book(WORK):
                 await self._admit_some()
             if self.admission.finished:
+                self.reopened.clear()
                 self.finished.set()
-                return
+            elif self.finished.is_set():
+                self.finished.clear()
+                self.reopened.set()
             self._room.clear()
             await self._room.wait()
 
@@ -211,12 +273,13 @@ class GroupKeeper:
                 after = self._position(self.bus.caller)
             here = self.bus.caller
             try:
+                lineage = self.ledger.lineage
                 with self.reporter.time_split.book(WAIT_DATA):
                     events = await self.bus.events(after, wait_s=LONG_POLL_S, caller=here)
                 if events:
                     with self.reporter.time_split.book(WORK):
-                        await self._apply(events, here)
-                    after = events[-1].seq
+                        applied = await self._apply(events, here, lineage)
+                    after = events[-1].seq if applied else after
             except BusTimeout:
                 self.reporter.count(BUS_TIMEOUTS)
             except BusUnavailable:
@@ -226,11 +289,16 @@ class GroupKeeper:
         position = self.ledger.event_position
         return position.event_seq if position and position.bus_epoch == caller.epoch else 0
 
-    async def _apply(self, events: Sequence[Event], caller: Caller) -> None:
-        """Verdicts first: those that are given and not recorded are given again, the same, after a restart."""
+    async def _apply(self, events: Sequence[Event], caller: Caller, lineage: int) -> bool:
+        """Verdicts first: those that are given and not recorded are given again, the same, after a restart.
+
+        False, and nothing is done, when another lineage has begun since they were read: some may be void.
+        """
         async with self._applying:
             if caller.epoch != self.bus.caller.epoch:
-                return  # what they speak of is lost, or told to the new bus by the trainer
+                return True  # what they speak of is lost, or told to the new bus by the trainer
+            if lineage != self.ledger.lineage:
+                return False
             changes = _Changes()
             for event in events:
                 if event.purpose is Purpose.EVAL:
@@ -243,12 +311,14 @@ class GroupKeeper:
             await asyncio.to_thread(self.ledger.record, changes.ended, position)
             self._settle(changes.ended)
         self._room.set()
+        return True
 
     def _settle(self, ended: Sequence[Terminal]) -> None:
-        trained: dict[int, list[GroupId]] = defaultdict(list)
+        trained: dict[tuple[int, PolicyVersion], list[GroupId]] = defaultdict(list)
         for terminal in ended:
-            if terminal.state is TerminalState.TRAINED and terminal.step is not None:
-                trained[terminal.step].append(terminal.group_id)
+            if terminal.state is TerminalState.TRAINED:
+                assert terminal.step is not None and terminal.version is not None
+                trained[terminal.step, terminal.version].append(terminal.group_id)
             elif terminal.state is TerminalState.FILTERED:
                 self.admission.mark_filtered(terminal.group_id)
                 self.retired.note(terminal.group_id, terminal.reason)
@@ -256,8 +326,8 @@ class GroupKeeper:
             else:
                 self.admission.mark_dropped(terminal.group_id, terminal.reason)
                 self.reporter.count("groups_dropped")
-        for step, groups in sorted(trained.items()):
-            self.admission.step_committed(PolicyVersion(max(step, self.admission.version)), groups)
+        for (step, version), groups in sorted(trained.items()):
+            self.admission.step_committed(max(version, self.admission.version), groups)
             self.step = max(step, self.step)
             self._stepped.set()
             self.reporter.count("groups_trained", len(groups))
@@ -268,8 +338,8 @@ class GroupKeeper:
             case EventKind.COMPLETE:
                 changes.verdicts.append(self._judge(event, group_id))
             case EventKind.TRAINED:
-                assert event.step is not None
-                version = PolicyVersion(event.step)
+                assert event.step is not None and event.version is not None
+                version = PolicyVersion(event.version)
                 changes.ended.append(Terminal(group_id, TerminalState.TRAINED, event.step, version, samples=samples))
             case EventKind.FILTERED | EventKind.DROPPED:
                 state, reason = TerminalState(event.kind.value), event.reason or ""

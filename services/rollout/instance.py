@@ -43,7 +43,7 @@ from relax.types import (
 )
 from services import names
 from services.bus_link import BUS_TIMEOUTS, BusLink
-from services.consume import holding
+from services.consume import REOPENED_POLL_S, holding, stopped_within
 from services.controller.api import AdoptionReport
 from services.dcs.api import PublishedVersion, Unreachable
 from services.rollout.api import InstanceStatus
@@ -265,8 +265,10 @@ class RolloutInstance:
                 continue
             if isinstance(answer, Closed):
                 self.reporter.state, self.reporter.waiting_for = "done", ""
-                return
+                await stopped_within(self.reporter, REOPENED_POLL_S)
+                continue
             if not isinstance(answer, Empty):
+                self.reporter.state = "active"
                 samples = ((group.group_id, k) for group in answer.groups for k in group.missing)
                 self.reporter.trace.add(LEASE, begin_wall_s, time.time(), samples)
                 self._start(answer)

@@ -26,13 +26,14 @@ from typing import Self
 
 from relax.types import GroupId, Json, PolicyVersion, Purpose, RelaxError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _BUSY_TIMEOUT_S = 10.0
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE lineages (
-    lineage INTEGER PRIMARY KEY, parent INTEGER, through_step INTEGER
+    lineage INTEGER PRIMARY KEY, parent INTEGER, through_step INTEGER NOT NULL, next_version INTEGER NOT NULL,
+    published_step INTEGER NOT NULL
 );
 CREATE TABLE groups (
     group_id TEXT PRIMARY KEY, seq INTEGER NOT NULL UNIQUE, purpose TEXT NOT NULL, cursor TEXT, prompt TEXT
@@ -101,6 +102,17 @@ class Terminal:
     version: PolicyVersion | None = None
     reason: str = ""
     samples: Mapping[str, int] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """One history of training. It went on from the state after `through_step`, when `published_step` was the newest
+    step with published weights and `next_version` the first version that was free."""
+
+    number: int
+    through_step: int
+    next_version: PolicyVersion
+    published_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +271,11 @@ class Ledger:
 
     @property
     def newest_version(self) -> PolicyVersion:
-        """The newest version that a step of this lineage published; 0 before the first."""
-        row = self._one("SELECT COALESCE(MAX(version), 0) FROM terminals WHERE lineage = ?", (self.lineage,))
+        """The newest version that a step published, or a group was admitted for, in any lineage; 0 before the first."""
+        row = self._one(
+            """SELECT MAX(COALESCE((SELECT MAX(version) FROM terminals), 0),
+                          COALESCE((SELECT MAX(min_version) FROM attempts), 0))"""
+        )
         return PolicyVersion(int(row[0]))
 
     def terminal(self, group_id: GroupId) -> Terminal | None:
@@ -292,20 +307,38 @@ class Ledger:
     def lineage(self) -> int:
         return int(self._one("SELECT MAX(lineage) FROM lineages")[0])
 
+    def newest_lineage(self) -> Lineage:
+        number, through, version, published = self._one(
+            "SELECT lineage, through_step, next_version, published_step FROM lineages ORDER BY lineage DESC LIMIT 1"
+        )
+        return Lineage(number, through, PolicyVersion(version), published)
+
+    def taken_back(self) -> tuple[GroupId, ...]:
+        """Groups that the lineage before had trained, and this one did not keep, in the order they were trained."""
+        rows = self._all(
+            """SELECT t.group_id FROM terminals t JOIN lineages l ON l.lineage = ? AND t.lineage = l.parent
+               WHERE t.state = ? AND t.step > l.through_step ORDER BY t.id""",
+            (self.lineage, TerminalState.TRAINED),
+        )
+        return tuple(GroupId(group_id) for (group_id,) in rows)
+
     @property
     def event_position(self) -> EventPosition | None:
         row = self._one_or_none("SELECT value FROM meta WHERE key = 'event_position'")
         return None if row is None else EventPosition(**json.loads(row[0]))
 
-    def start_lineage(self, through_step: int) -> int:
-        """Begin a new lineage after a rollback to the state after `through_step`; return its number.
+    def start_lineage(self, through_step: int, next_version: PolicyVersion, published_step: int) -> int:
+        """Begin a new lineage after a rollback to the state after `through_step`; return its number. See `Lineage`.
 
         It keeps the filtered and dropped groups and those trained at or before that step. The ones trained
         later are open again.
         """
         with self._transaction():
             parent = self.lineage
-            self._db.execute("INSERT INTO lineages VALUES (?, ?, ?)", (parent + 1, parent, through_step))
+            self._db.execute(
+                "INSERT INTO lineages VALUES (?, ?, ?, ?, ?)",
+                (parent + 1, parent, through_step, next_version, published_step),
+            )
             self._db.execute(
                 """INSERT INTO terminals (lineage, group_id, state, step, version, reason, samples)
                    SELECT ?, group_id, state, step, version, reason, samples FROM terminals
@@ -331,7 +364,7 @@ class Ledger:
             for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
             self._db.execute("INSERT INTO meta VALUES ('schema_version', ?)", (str(SCHEMA_VERSION),))
-            self._db.execute("INSERT INTO lineages VALUES (0, NULL, NULL)")
+            self._db.execute("INSERT INTO lineages VALUES (0, NULL, 0, 0, 0)")
 
     def _check_schema(self) -> None:
         try:

@@ -15,8 +15,9 @@ from relax.data.models import await_model
 from relax.data.recorded import recorded_of
 from relax.data.source import build_eval_set, build_source
 from relax.data.tokenizer import Tokenizer
-from relax.types import GroupId, Prompt
+from relax.types import GroupId, PolicyVersion, Prompt
 from services import names
+from services.rollout.api import ActorState
 from services.rollout.groups import GroupKeeper
 from services.rollout.instances import InstancePool
 from services.rollout.ledger import Ledger
@@ -84,10 +85,17 @@ class RolloutManager:
         self.reporter.spawn(self.groups.admit_loop)
         if self.args.rollout.eval.every:
             self.reporter.spawn(self.validation.during)
-        await self.groups.finished.wait()
-        await self._evaluate("after")
-        await self.groups.close(PROMPTS)
-        self.reporter.state, self.reporter.waiting_for = "done", ""
+        evaluated: PolicyVersion | None = None
+        while True:
+            await self.groups.finished.wait()
+            if evaluated != self.groups.admission.version:
+                evaluated = self.groups.admission.version
+                await self._evaluate("after")
+            if self.groups.finished.is_set():
+                await self.groups.close(PROMPTS)
+                self.reporter.state, self.reporter.waiting_for = "done", ""
+            await self.groups.reopened.wait()  # an actor that died with its last steps trains them again
+            self.reporter.state = "running"
 
     async def _evaluate(self, when: str) -> None:
         self.reporter.waiting_for = f"evaluation '{when}'"
@@ -100,6 +108,10 @@ class RolloutManager:
         """What a checkpoint records of the ledger: its position, and the source's cursor."""
         position = await asyncio.to_thread(self.ledger.position)
         return {**position, "cursor": await asyncio.to_thread(self.ledger.last_cursor)}
+
+    async def go_on_from(self, actor: ActorState) -> int:
+        """See `GroupKeeper.go_on_from`."""
+        return int(await self.groups.go_on_from(actor))
 
     async def trained_through(self) -> int:
         """The newest step whose groups the ledger has as trained."""

@@ -55,7 +55,7 @@ class Validation:
         while not self.groups.finished.is_set():
             await self.groups.next_step()
             due = self.groups.step // self.config.every
-            if due == done or self.groups.finished.is_set():
+            if due <= done or self.groups.finished.is_set():
                 continue
             self.reporter.count("evaluations_missed", due - done - 1)
             done = due

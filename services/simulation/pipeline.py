@@ -12,7 +12,18 @@ from dataclasses import dataclass
 
 from bus.index import Index
 from bus.index import Limits as BusLimits
-from bus.records import AdmitHeader, Caller, EventKind, Grant, LeaseRequest, RowHeader, Scalar, Verdict, VerdictKind
+from bus.records import (
+    AdmitHeader,
+    Caller,
+    EventKind,
+    Grant,
+    LeaseRequest,
+    RowHeader,
+    Scalar,
+    TrainedStep,
+    Verdict,
+    VerdictKind,
+)
 from relax.config.run import RunConfig
 from relax.config.simulation import EngineModelConfig, SimulationConfig
 from relax.control.admission import AdmissionState, Limits, hold_below
@@ -227,7 +238,8 @@ class Pipeline:
                 yield from self._busy(self.train_scale * amount * trainer.token_gpu_s / gpus)
             yield from self._busy(self.train_scale * trainer.update_s)
             version = PolicyVersion(step + 1)
-            self.index.commit_step(self.callers["actor"], tuple(leases), version, step + 1, self.clock.now)
+            trained = TrainedStep(step + 1, version, dict.fromkeys(groups, run.group_size))
+            self.index.commit_step(self.callers["actor"], trained, self.clock.now)
             self.index.gc(self.callers["actor"], step + 1, self.clock.now)
             self._free()
             self.admission.step_committed(version, [GroupId(group) for group in groups])

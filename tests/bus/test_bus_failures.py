@@ -26,7 +26,19 @@ from bus.client import BusClient
 from bus.codec import encode_field, pack
 from bus.errors import BusTimeout, BusUnavailable, CorruptRow, Fenced, LeaseLost, StaleEpoch
 from bus.lifecycle import destroy_bus, ping
-from bus.records import DRAIN, AckResult, BusAddress, Caller, Closed, Empty, Lease, LeaseRequest, Verdict, VerdictKind
+from bus.records import (
+    DRAIN,
+    AckResult,
+    BusAddress,
+    Caller,
+    Closed,
+    Empty,
+    Lease,
+    LeaseRequest,
+    TrainedStep,
+    Verdict,
+    VerdictKind,
+)
 from relax.config.run import BusConfig
 from relax.types import PolicyVersion
 
@@ -344,9 +356,9 @@ async def test_a_step_whose_commit_got_no_answer_is_committed_once(
     commit = client._core.commit_step
     calls: list[int] = []
 
-    async def answer_lost_once(lease_ids: Sequence[str], version: PolicyVersion, step: int) -> AckResult:
-        result = await commit(lease_ids, version, step)
-        calls.append(step)
+    async def answer_lost_once(trained: TrainedStep, lease_ids: Sequence[str]) -> AckResult:
+        result = await commit(trained, lease_ids)
+        calls.append(trained.step)
         if len(calls) == 1:
             raise BusTimeout("the answer is lost")
         return result
@@ -354,7 +366,7 @@ async def test_a_step_whose_commit_got_no_answer_is_committed_once(
     monkeypatch.setattr(client._core, "commit_step", answer_lost_once)
     for _ in range(2):
         with contextlib.suppress(BusTimeout):
-            await client.commit_step([lease.lease_id], version=PolicyVersion(1), step=1)
+            await client.commit_step(TrainedStep(1, 1, {name: len(lease.rows)}), [lease.lease_id])
     stats = await client.stats()
     assert len(calls) == 2
     assert (stats.account.trained, stats.version) == (trained + len(lease.rows), 1)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from bus_driver import Driver
 
 from bus.index import Index
-from bus.records import Empty, EventKind, Grant, PutPlan, TrainedStep
+from bus.records import Empty, EventKind, PutPlan, TrainedStep
 
 
 def seeded(d: Driver, through_step: int = 0, **fates: int) -> bool:
-    return d.index.seed(d.callers["manager"], fates, through_step, d.now)
+    return d.index.seed(d.callers["manager"], fates, through_step, 0, d.now)
 
 
 def recommit(d: Driver, *steps: TrainedStep) -> int | None:
@@ -60,22 +60,6 @@ def test_a_group_whose_prompt_is_on_its_way_when_its_step_is_told_is_not_trained
     assert (account.produced, account.trained, account.balanced) == (2, 2, True)
     d.collect()
     assert not d.index.state.rows and d.index.state.prompt_rows == 0
-
-
-def test_a_group_of_a_lost_epoch_that_is_rolled_back_is_generated_anew() -> None:
-    d = Driver()
-    seeded(d, 1, trained=2)
-    d.admit("g0", 0)
-    recommit(d, TrainedStep(2, 2, {"g0": 2, "g1": 2}))
-    d.events(after=d.events()[-1].seq)  # read: g0 is forgotten, its sums are kept
-    assert d.index.rollback(d.callers["actor"], 1, d.now) == ()
-    account = d.index.account()
-    assert (account.produced, account.trained, account.balanced) == (2, 2, True)
-    d.admit("g0", 0)
-    d.admit("g1", 1)
-    grant = d.lease("rollout", max_items=9)
-    assert isinstance(grant, Grant)
-    assert [group.group_id for group in grant.groups] == ["g0", "g1"]
 
 
 def test_a_group_that_the_trainer_took_already_is_not_waited_for_by_the_generator() -> None:

@@ -6,7 +6,7 @@ import pytest
 from bus_driver import EVAL, Driver, version
 
 from bus.errors import BusError, Fenced, IncompleteGroup, IncompleteRow, LeaseLost
-from bus.records import DRAIN, TRAINING, Closed, Empty, EventKind, Grant, LeaseRequest, VerdictKind
+from bus.records import DRAIN, TRAINING, Closed, Empty, EventKind, Grant, LeaseRequest, TrainedStep, VerdictKind
 
 
 def test_a_repeated_lease_call_returns_the_same_batch() -> None:
@@ -231,7 +231,7 @@ def test_the_reference_waits_for_the_verdict_unless_rows_are_accepted_as_they_ar
 
 def test_a_group_with_too_old_a_token_is_dropped_as_stale() -> None:
     d = Driver()
-    d.index.set_version(d.callers["actor"], 5, 5, d.now)
+    d.index.set_version(d.callers["actor"], 5, 5, 5, d.now)
     d.admit("old", 0, min_version=0)
     d.admit("new", 1, min_version=3)
     d.generate(oldest_version=2)
@@ -250,11 +250,17 @@ def test_a_group_with_too_old_a_token_is_dropped_as_stale() -> None:
 def test_lag_is_counted_in_steps_where_a_rollback_repeated_versions() -> None:
     d = Driver()
     for published, step in ((2, 2), (3, 3), (4, 3)):
-        d.index.set_version(d.callers["actor"], published, step, d.now)
-    assert d.index.state.lag(4, 2) == 1
-    assert d.index.state.lag(4, 3) == 0
+        d.index.set_version(d.callers["actor"], published, step, step, d.now)
+    assert [d.index.state.lag(version) for version in (1, 2, 3, 4)] == [2, 1, 0, 0]
     with pytest.raises(BusError, match="only grow"):
-        d.index.set_version(d.callers["actor"], 3, 3, d.now)
+        d.index.set_version(d.callers["actor"], 3, 3, 3, d.now)
+
+
+def test_what_is_trained_again_lags_as_it_did_the_first_time() -> None:
+    """Nothing is published then: the newest version is that of a step which is yet to come."""
+    d = Driver()
+    d.index.set_version(d.callers["actor"], 9, 9, 6, d.now)
+    assert [d.index.state.lag(version) for version in (4, 6, 8, 9)] == [2, 0, 0, 0]
 
 
 def test_overdue_groups_keep_their_slots_of_the_step() -> None:
@@ -316,22 +322,23 @@ def test_a_step_is_committed_with_all_its_leases_and_its_version_or_not_at_all()
     held = d.granted("actor", max_items=1)
     d.now = 10.0
     actor = d.callers["actor"]
-    with pytest.raises(LeaseLost):
-        d.index.commit_step(actor, (held.lease_id, lost.lease_id), 1, 1, d.now)
-    assert d.index.account().trained == 0 and d.index.state.version == 0
-    again = d.granted("actor", max_items=1)
+    groups = {"g0": 2, "g1": 2}
     with pytest.raises(BusError, match="versions only grow"):
-        d.index.commit_step(actor, (held.lease_id, again.lease_id), -1, 1, d.now)
-    assert d.index.account().trained == 0
-    assert d.index.commit_step(actor, (held.lease_id, again.lease_id), 1, 1, d.now).acked == 2
+        d.index.commit_step(actor, TrainedStep(1, -1, groups), d.now)
+    assert d.index.account().trained == 0 and d.index.state.version == 0
+    with pytest.raises(LeaseLost):
+        d.index.extend(actor, lost.lease_id, d.now)
+    result = d.index.commit_step(actor, TrainedStep(1, 1, groups), d.now)
+    assert (result.acked, result.void) == (2, ()), "a lease that expired meanwhile does not undo the step"
+    assert not d.index.is_leased(held.lease_id)
     assert d.index.account().trained == 4 and d.index.state.version == 1
     trained = [e for e in d.index.events(d.callers["manager"], 0, d.now) if e.kind is EventKind.TRAINED]
-    assert [event.step for event in trained] == [1, 1]
-    repeated = d.index.commit_step(actor, (held.lease_id, again.lease_id), 1, 1, d.now)
-    assert repeated.acked == 2, "a lost answer is given again"
+    assert [(event.step, event.version) for event in trained] == [(1, 1), (1, 1)]
+    assert d.index.commit_step(actor, TrainedStep(1, 1, groups), d.now) == result, "a lost answer is given again"
     assert d.index.account().trained == 4
-    with pytest.raises(LeaseLost):
-        d.index.commit_step(actor, (held.lease_id, again.lease_id), 2, 2, d.now)
+    with pytest.raises(BusError, match="committed before"):
+        d.index.commit_step(actor, TrainedStep(1, 2, groups), d.now)
+    assert isinstance(d.lease("actor", max_items=9), Empty)
 
 
 def test_a_put_may_acknowledge_what_it_completes() -> None:

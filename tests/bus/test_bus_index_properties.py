@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from bus.errors import BusError, IncompleteGroup, IncompleteRow
 from bus.index.state import TRAINED, Group, LeaseState
-from bus.records import Closed, Empty, Grant, VerdictKind
+from bus.records import Closed, Empty, EventKind, Grant, Rollback, VerdictKind
 
 OWNERS = ("rollout", "reward", "ref", "actor")
 MAX_ROWS = 14
@@ -181,7 +181,7 @@ class Traffic(RuleBasedStateMachine):
     def publish(self) -> None:
         self.version += 1
         self.step += 1
-        self.d.index.set_version(self.d.callers["actor"], self.version, self.step, self.d.now)
+        self.d.index.set_version(self.d.callers["actor"], self.version, self.step, self.step, self.d.now)
 
     @rule()
     def read_events(self) -> None:
@@ -193,6 +193,20 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def checkpoint(self) -> None:
         self.d.index.gc(self.d.callers["actor"], self.step, self.d.now)
+
+    @rule(steps=st.integers(0, 3))
+    def roll_back(self, steps: int) -> None:
+        """All of it, or nothing where rows are gone; the trainer has died before it."""
+        before, lineage = self.d.index.account(), self.state.lineage
+        self.d.callers["actor"] = self.d.index.register("actor", self.d.now)
+        to_step = max(0, self.step - steps)
+        if self.d.index.rollback(self.d.callers["manager"], Rollback(lineage + 1, to_step, ()), self.d.now):
+            assert self.state.lineage == lineage + 1
+            assert not any(step > to_step for step in self.state.trained_in)
+            assert not any(e.kind is EventKind.TRAINED and e.step > to_step for e in self.state.events if e.step)
+            self.step = to_step
+        else:
+            assert self.d.index.account() == before and self.state.lineage == lineage
 
     @rule()
     def collect(self) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from bus_driver import EVAL, Driver, digest
+from bus_driver import EVAL, Driver, digest, version
 
 from bus.errors import GroupTooLarge, PutLost, SchemaError
-from bus.records import Empty, EventKind, Grant, RowHeader, VerdictKind
+from bus.records import Empty, EventKind, Grant, Rollback, RowHeader, TrainedStep, VerdictKind
 
 
 def test_the_first_write_of_a_field_wins() -> None:
@@ -279,11 +279,74 @@ def test_a_rollback_queues_the_retained_groups_again_in_their_order() -> None:
     d = Driver()
     for i in range(3):
         d.ready_group(f"g{i}", i)
-        d.ack("actor", d.granted("actor").lease_id, step=i + 1)
-    assert d.index.rollback(d.callers["actor"], 1, 0.0) == ("g1", "g2")
+        d.granted("actor")
+        d.index.commit_step(d.callers["actor"], TrainedStep(i + 1, i + 1, {f"g{i}": 2}), 0.0)
+    d.ready_group("young", 3, min_version=-1)
+    before = d.events()
+    assert d.index.rollback(d.callers["manager"], Rollback(1, 1, ("g1",)), 0.0)
     account = d.index.account()
-    assert (account.produced, account.trained, account.queued, account.balanced) == (6, 2, 4, True)
-    assert [g.group_id for g in d.granted("actor", max_items=9).groups] == ["g1", "g2"]
+    assert (account.produced, account.trained, account.queued, account.balanced) == (8, 2, 6, True)
+    unheard = [e for e in before if e.kind is EventKind.TRAINED and e.step != 1]
+    assert d.events() == [e for e in before if e not in unheard] and len(unheard) == 2
+    assert d.index.rollback(d.callers["manager"], Rollback(1, 1, ("g1",)), 0.0), "a repeated call changes nothing"
+    assert [g.group_id for g in d.granted("actor", max_items=9).groups] == ["g1", "g2", "young"]
+    assert (d.index.state.step, d.index.state.version) == (1, 3)
+    groups = {"g1": 2}
+    assert d.index.commit_step(d.callers["actor"], TrainedStep(2, 3, groups), 0.0).acked == 1
+    assert d.events()[-1].version == 3 and d.index.account().trained == 4
+
+
+@pytest.mark.parametrize("lost", ["collected", "elsewhere", "unknown"])
+def test_a_rollback_to_rows_that_are_gone_changes_nothing(lost: str) -> None:
+    """behaviour: B12. Only an empty bus can go on from the ledger then; half a step would be another step."""
+    d = Driver()
+    d.ready_group("g0", 0)
+    d.ready_group("g1", 1)
+    d.granted("actor", max_items=9)
+    d.index.commit_step(d.callers["actor"], TrainedStep(1, 1, {"g0": 2}), 0.0)
+    if lost == "collected":
+        d.index.gc(d.callers["actor"], 1, 0.0)
+    if lost == "elsewhere":
+        assert d.index.seed(d.callers["manager"], {}, 0, 0, 0.0)
+        assert d.index.recommit(d.callers["actor"], (TrainedStep(2, 2, {"g9": 2}),), 0.0) == 1
+    d.index.commit_step(d.callers["actor"], TrainedStep(3, 3, {"g1": 2}), 0.0)
+    account, events = d.index.account(), d.events()
+    known = {"collected": (), "elsewhere": ("g0", "g1"), "unknown": ("g0", "g1", "g7")}[lost]
+    assert not d.index.rollback(d.callers["manager"], Rollback(1, 0, known), 0.0)
+    assert (d.index.account(), d.events(), d.index.state.step) == (account, events, 3)
+    assert isinstance(d.lease("actor", max_items=9), Empty)
+
+
+def test_what_is_taken_back_keeps_its_room_until_it_ends_again() -> None:
+    """behaviour: B35. Rows of trained groups have a budget of their own: a rollback takes none from the producers."""
+    d = Driver()
+    for i in range(2):
+        d.ready_group(f"g{i}", i)
+    d.granted("actor", max_items=9)
+    d.index.commit_step(d.callers["actor"], TrainedStep(1, 1, {"g0": 2, "g1": 2}), 0.0)
+    before = d.index.stats(0.0)
+    assert (before.rows, before.retained_rows) == (0, 6)
+    assert d.index.rollback(d.callers["manager"], Rollback(1, 0, ("g0", "g1")), 0.0)
+    assert d.index.stats(0.0).retained_bytes == before.retained_bytes and d.index.stats(0.0).bytes == 0
+    assert d.index.drop(d.callers["manager"], "g0", "non_finite_update", 0.0)
+    d.index.commit_step(d.callers["actor"], TrainedStep(1, 1, {"g1": 2}), 0.0)
+    assert d.collect() == 3 and d.index.stats(0.0).retained_rows == 3
+    d.index.gc(d.callers["actor"], 1, 0.0)
+    assert d.collect() == 3
+    after = d.index.stats(0.0)
+    assert (after.rows, after.bytes, after.retained_rows, after.retained_bytes) == (0, 0, 0, 0)
+
+
+def test_what_is_taken_back_is_not_held_back_for_older_groups() -> None:
+    """It was trained in that step before; the older one, that is still being made, was not."""
+    d = Driver()
+    d.ready_group("g0", 0, min_version=5)
+    d.granted("actor", max_items=9)
+    d.index.commit_step(d.callers["actor"], TrainedStep(1, 1, {"g0": 2}), 0.0)
+    d.admit("late", 1, min_version=0)
+    d.index.rollback(d.callers["manager"], Rollback(1, 0, ("g0",)), 0.0)
+    batch = d.granted("actor", max_items=9, version=version(9), max_token_lag=0, slots_left=1, hold_below=version(9))
+    assert [g.group_id for g in batch.groups] == ["g0"]
 
 
 # -- events

@@ -18,7 +18,7 @@ from bus.client import SyncBusClient
 from bus.codec import INLINE_BYTES
 from bus.errors import BusError, BusFull, LeaseLost
 from bus.lifecycle import ping
-from bus.records import BusAddress, Empty, EventKind, Lease, LeaseRequest, Verdict, VerdictKind
+from bus.records import BusAddress, Empty, EventKind, Lease, LeaseRequest, Rollback, Verdict, VerdictKind
 from relax.config.run import BusConfig
 from relax.types import PolicyVersion
 
@@ -202,13 +202,14 @@ def test_the_blocking_client_does_the_same(bus_address: BusAddress, bus_config: 
     assert client.judge([Verdict(name, VerdictKind.ACCEPTED)]) == 1
     batch = client.lease(LeaseRequest("actor", TRAIN_FIELDS), wait_s=5, keep=True)
     assert isinstance(batch, Lease)
-    client.set_version(PolicyVersion(1), 1)
+    client.set_version(PolicyVersion(1), 1, 1)
     assert client.ack(batch.lease_id, tags={"step": 9}).acked == 1
     trained = client.stats().account.trained
-    assert client.rollback(8) == (name,)
+    assert client.rollback(Rollback(1, 8, (name,)))
     assert client.stats().account.trained == trained - 2
+    assert client.complete() == (name,)
     with pytest.raises(BusError, match="only grow"):
-        client.set_version(PolicyVersion(0), 0)
+        client.set_version(PolicyVersion(0), 0, 0)
     assert client.drop(name, "test over")
     client.close()
 

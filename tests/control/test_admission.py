@@ -327,3 +327,28 @@ def test_every_run_ends_with_its_steps_trained_within_the_bounds(
     assert (world.steps_done, world.state.trained) == (steps, steps * b)
     assert max(world.lags) <= (2 * s + 2 if policy is Overdue.TRAIN else s)
     assert world.state.outstanding == 0
+
+
+def test_what_was_trained_and_is_undone_has_its_place_again_and_nothing_is_admitted_meanwhile() -> None:
+    """behaviour: B15"""
+    state = filled(limits(b=2, s=1), 4)
+    state.step_committed(PolicyVersion(1), [gid(0), gid(1)])
+    state.admit(gid(4), 1.0)
+    state.admit(gid(5), 1.0)
+    state.undo([gid(0), gid(1)], 2.0)
+    assert (state.trained, state.outstanding, state.admitted, state.capacity) == (0, 6, 6, 0)
+    assert state.due_drops(60.0) and not {gid(0), gid(1)} & {drop.group_id for drop in state.due_drops(60.0)}
+    state.step_committed(PolicyVersion(1), [gid(0), gid(1)])
+    assert (state.trained, state.capacity) == (2, 0)
+    state.step_committed(PolicyVersion(2), [gid(2)])
+    assert state.capacity == 1
+
+
+def test_what_an_earlier_manager_left_is_taken_up_at_the_version_it_was_admitted_for() -> None:
+    """behaviour: B44"""
+    state = AdmissionState(limits(b=1, s=0), version=PolicyVersion(5))
+    state.take_up(gid(0), PolicyVersion(4), 0.0, complete=True)
+    state.take_up(gid(1), PolicyVersion(5), 0.0)
+    assert [(group.min_version, group.complete) for group in state.open_groups] == [(4, True), (5, False)]
+    assert state.outstanding == 2 and state.capacity == 0
+    assert [drop.group_id for drop in state.due_drops(60.0)] == [gid(1)]

@@ -19,6 +19,7 @@ from services.rollout.ledger import (
     LedgerBusy,
     LedgerError,
     LedgerSchemaError,
+    Lineage,
     Terminal,
     TerminalState,
 )
@@ -156,7 +157,10 @@ def test_a_rollback_reopens_exactly_the_groups_trained_after_the_restored_step(p
     with Ledger(path) as ledger:
         ledger.admit([entry(number) for number in range(6)])
         ledger.record([trained(0, 1), trained(1, 2), trained(2, 3), filtered(3), dropped(4)])
-        assert ledger.start_lineage(through_step=2) == 1
+        assert ledger.start_lineage(2, PolicyVersion(4), 3) == 1
+        assert ledger.newest_lineage() == Lineage(1, 2, PolicyVersion(4), 3)
+        assert ledger.taken_back() == (gid(2),)
+        assert ledger.trained_through == 2
         assert [group.group_id for group in ledger.open_groups()] == [gid(2), gid(5)]
         counts = ledger.counts()
         assert (counts.admitted, counts.trained, counts.filtered, counts.dropped.total()) == (6, 2, 1, 1)
@@ -164,6 +168,19 @@ def test_a_rollback_reopens_exactly_the_groups_trained_after_the_restored_step(p
         assert [terminal.group_id for terminal in ledger.terminals(TerminalState.TRAINED)] == [gid(0), gid(1), gid(2)]
     with Ledger(path) as ledger:
         assert ledger.position() == {"lineage": 1, "next_seq": 6, "last_attempt_id": 6, "last_terminal_id": 10}
+
+
+def test_versions_only_grow_over_a_rollback_and_over_readmissions(path: Path) -> None:
+    """behaviour: B10"""
+    with Ledger(path) as ledger:
+        assert (ledger.newest_version, ledger.newest_lineage().number, ledger.taken_back()) == (0, 0, ())
+        ledger.admit([entry(0), entry(1)])
+        ledger.record([trained(0, 1), trained(1, 7)])
+        ledger.start_lineage(0, PolicyVersion(8), 7)
+        assert ledger.newest_version == 7, "of the lineage before"
+        assert ledger.taken_back() == (gid(0), gid(1)), "in the order in which they were trained"
+        ledger.readmit(ledger.open_groups(), PolicyVersion(8))
+        assert ledger.newest_version == 8
 
 
 def test_one_process_writes_and_others_read(path: Path) -> None:
@@ -186,7 +203,7 @@ def test_another_schema_version_is_refused_and_says_what_to_do(path: Path) -> No
     with sqlite3.connect(path) as db:
         db.execute("UPDATE meta SET value = '99' WHERE key = 'schema_version'")
     db.close()
-    with pytest.raises(LedgerSchemaError, match=r"schema version 99, this program needs 2; .*new run folder"):
+    with pytest.raises(LedgerSchemaError, match=r"schema version 99, this program needs 3; .*new run folder"):
         Ledger(path)
 
 

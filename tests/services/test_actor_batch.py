@@ -11,7 +11,7 @@ from bus.records import GroupInfo, Lease, Row
 from relax.algorithms import ModeMismatch
 from relax.config.algorithm import AlgorithmConfig
 from relax.types import LogprobMode, SamplingParams
-from services.actor.batch import StepSamples, actor_fields, train_rows
+from services.actor.batch import StepSamples, actor_fields, in_order, train_rows
 
 GRPO = AlgorithmConfig(name="grpo", advantage="group_mean")
 WITH_KL = AlgorithmConfig(name="grpo", kl={"coef": 0.1})  # type: ignore[arg-type]
@@ -85,3 +85,17 @@ def test_groups_without_a_difference_are_counted() -> None:
     samples = StepSamples()
     samples.add(lease(row("a", 0, 1.0, [0]), row("a", 1, 1.0, [0]), row("b", 0, 1.0, [0]), row("b", 1, 0.0, [0])), 0)
     assert samples.record()["zero_variance_groups"] == 1
+
+
+def test_rows_have_an_order_that_does_not_depend_on_when_they_came() -> None:
+    """behaviour: B12. What `run.deterministic` sorts by."""
+    late, early = row("toy:0:9", 1, 0.0, [0]), row("toy:0:2", 0, 0.0, [0])
+    groups = tuple(
+        GroupInfo(name, seq, 1, 2, 0, "train", {}, (), {}, 0, 0) for name, seq in (("toy:0:9", 9), ("toy:0:2", 2))
+    )
+    batch = Lease("lease", "actor", 30.0, (late, early), groups)
+    placed = sorted(in_order(batch, train_rows(batch, GRPO)), key=lambda pair: pair[0])
+    assert [(place, training.row_id) for place, training in placed] == [
+        ((2, 0, 0), "toy:0:2/0/0"),
+        ((9, 1, 0), "toy:0:9/1/0"),
+    ]
