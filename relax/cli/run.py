@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.live import Live
 
 from relax.cli.cluster import ClusterError, Dashboard, PrivateRay, free_ports
+from relax.cli.guardian import Guard
 from relax.cli.live import one_line, view
 from relax.config.file import ConfigError, load_run_file
 from relax.config.sections import RunFile
@@ -29,6 +30,8 @@ from relax.types import RelaxError
 FINAL = ("finished", "failed", "stopped")
 POLL_S = 1.0
 STOP_DEADLINE_S = 30.0
+STATE_FILE = "state.json"
+"""In the run folder: the id of the run."""
 
 
 @dataclass(slots=True)
@@ -78,7 +81,7 @@ def run_file(path: Path, overrides: Sequence[str], *, overwrite: bool, address: 
     from relax.cli.check import check
 
     console = Console()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as cleanly as Ctrl-C
+    end_by_signal()
     try:
         file = load_run_file(path, overrides)
         run_dir = Path(os.environ.get("RELAX_HOME", os.getcwd())) / Path(file.run.run_dir).expanduser()
@@ -96,6 +99,13 @@ def run_file(path: Path, overrides: Sequence[str], *, overwrite: bool, address: 
         return 130
     report_outcome(outcome, run_dir, console)
     return outcome.exit_code
+
+
+def end_by_signal() -> None:
+    """SIGTERM, and the end of the terminal unless it was to be survived (nohup), end as cleanly as Ctrl-C."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:
@@ -131,12 +141,15 @@ def deploy_and_watch(
 ) -> Outcome:
     """Start, watch until the run has ended, and take everything down again."""
     private: PrivateRay | None = None
+    guard: Guard | None = None
     control: ControlClient | None = None
     dashboard = Dashboard(dashboard_url, token) if dashboard_url else None
     try:
         if dashboard is None:
             console.print("Starting a private Ray ...", style="dim")
-            private = PrivateRay.start()
+            guard = guard_over(file, run_dir)
+            private = PrivateRay.start(guard=guard)
+            guard.record_keep(serve_logs(private), run_dir / "logs")
             dashboard = private.dashboard
         port = None if private is None or keep_port else free_ports(1)[0]
         document = document_for(file, run_dir, port)
@@ -160,6 +173,16 @@ def deploy_and_watch(
                 remove_weights(file, run_dir)
             elif dashboard is not None:
                 dashboard.delete()
+            if guard is not None:
+                guard.close()
+
+
+def guard_over(file: RunFile, run_dir: Path) -> Guard:
+    """Who takes everything down should this process be killed."""
+    guard = Guard()
+    guard.record_log(run_dir / "logs" / "guardian.log")
+    guard.record_shared_memory(Path(file.dcs.shm_dir), f"relax-{file.run.name}-", run_dir / STATE_FILE)
+    return guard
 
 
 @contextlib.contextmanager
@@ -168,7 +191,7 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
@@ -188,16 +211,20 @@ def _take_down(control: ControlClient, console: Console) -> None:
 
 def remove_weights(file: RunFile, run_dir: Path) -> None:
     """Shared memory of the run, in case its checkpoint service had no time to free it."""
-    state = run_dir / "state.json"
+    state = run_dir / STATE_FILE
     if state.exists():
         run_id = json.loads(state.read_text())["run_id"]
         for folder in Path(file.dcs.shm_dir).glob(f"relax-{file.run.name}-{run_id}*"):  # the store, and copies of it
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def serve_logs(private: PrivateRay) -> Path:
+    return private.folder / "ray" / "session_latest" / "logs" / "serve"
+
+
 def keep_logs(private: PrivateRay, run_dir: Path) -> None:
     """The private Ray's folder goes away; its service logs stay with the run."""
-    source = private.folder / "ray" / "session_latest" / "logs" / "serve"
+    source = serve_logs(private)
     if source.is_dir():
         shutil.copytree(source, run_dir / "logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
     start_log = private.folder / "ray-start.log"
