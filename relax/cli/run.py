@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 from rich.console import Console
 from rich.live import Live
 
@@ -29,7 +30,10 @@ from relax.types import RelaxError
 
 FINAL = ("finished", "failed", "stopped")
 POLL_S = 1.0
-STOP_DEADLINE_S = 30.0
+TAKE_DOWN_S = 40.0
+"""For services, weights and bus to go, once all roles have stopped."""
+RUN_FILE = "run_file.yaml"
+"""In the run folder: the run file with all that was set on the command line."""
 STATE_FILE = "state.json"
 """In the run folder: the id of the run."""
 
@@ -68,7 +72,7 @@ class ControlClient:
         body: dict[str, Any] = response.json()
         return body
 
-    def stop(self, deadline_s: float = 60.0) -> None:
+    def stop(self, deadline_s: float = 300.0) -> None:
         """Raises `ClusterError` when the controller refuses or does not answer in time."""
         try:
             httpx.post(f"{self.url}/api/v1/stop", timeout=deadline_s, trust_env=False).raise_for_status()
@@ -130,6 +134,12 @@ def document_for(file: RunFile, run_dir: Path, port: int | None) -> dict[str, An
     return document
 
 
+def store_run_file(file: RunFile, run_dir: Path) -> None:
+    """What `relax resume` starts from."""
+    text = yaml.safe_dump(document_for(file, run_dir, None), sort_keys=False)
+    RunFolder(run_dir).write_text(run_dir / RUN_FILE, text)
+
+
 def deploy_and_watch(
     file: RunFile,
     run_dir: Path,
@@ -152,11 +162,15 @@ def deploy_and_watch(
             guard.record_keep(serve_logs(private), run_dir / "logs")
             dashboard = private.dashboard
         port = None if private is None or keep_port else free_ports(1)[0]
+        store_run_file(file, run_dir)
         document = document_for(file, run_dir, port)
         http = document.get("http_options") or {}
         control = ControlClient(f"http://{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}")
         RunFolder(run_dir).write_place(
-            url=control.url, ray_folder=str(private.folder) if private else None, started_at=time.time()
+            url=control.url,
+            ray_folder=str(private.folder) if private else None,
+            started_at=time.time(),
+            home=os.getcwd(),
         )
         console.print(f"Deploying the services; API at {control.url}/docs", style="dim")
         dashboard.deploy(document)
@@ -166,7 +180,7 @@ def deploy_and_watch(
         with uninterrupted():
             if control is not None:
                 console.print("Stopping the services ...", style="dim")
-                _take_down(control, console)
+                _take_down(control, console, file.controller.stop_deadline_s + TAKE_DOWN_S)
             if private is not None:
                 keep_logs(private, run_dir)
                 private.stop()
@@ -191,7 +205,9 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
@@ -199,12 +215,12 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _take_down(control: ControlClient, console: Console) -> None:
+def _take_down(control: ControlClient, console: Console, deadline_s: float) -> None:
     """Ask the services to end; what does not answer goes down with its Ray."""
     if control.status(deadline_s=5.0) is None:
         return
     try:
-        control.stop(deadline_s=STOP_DEADLINE_S)
+        control.stop(deadline_s=deadline_s)
     except ClusterError as error:
         console.print(f"warning: the services did not end by themselves: {error}", style="yellow", markup=False)
 

@@ -19,13 +19,15 @@ class Unreachable(RelaxError):
 class PublishTicket:
     """Where the actor stages a version: the store's root folder in memory-backed storage, on this Ray node.
 
-    `snapshots`: folder beside it for the actor's own state (`relax.checkpoint.snapshot`).
+    `snapshots`: folder beside it for the actor's own state (`relax.checkpoint.snapshot`). `reserve_bytes`: what must
+    stay free there.
     """
 
     root: str
     snapshots: str
     bucket_bytes: int
     node_id: str
+    reserve_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,6 +117,7 @@ class Dcs:
             snapshots=str(self.snapshots),
             bucket_bytes=self.args.dcs.bucket_bytes,
             node_id=self.place.node_id,
+            reserve_bytes=self.args.dcs.reserve_bytes,
         )
 
     async def store_place(self) -> StorePlace:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +70,7 @@ class GroupKeeper:
         self.on_loss: Callable[[], None] = lambda: None
         """Called when an empty bus takes the place of one that may have held evaluations."""
         self.finished = asyncio.Event()
-        self.step = 0
+        self.step = ledger.trained_through
         """The newest committed training step."""
         self._stepped = asyncio.Event()
         self._room = asyncio.Event()
@@ -78,6 +78,8 @@ class GroupKeeper:
         self._applying = asyncio.Lock()
         """Held while events change the ledger, and while an empty bus is filled from it."""
         self._closed: list[str] = []
+        self._postponed: deque[AdmissionEntry] = deque()
+        """Open groups that do not fit yet."""
         cursor = ledger.last_cursor()
         if cursor is not None:
             source.load_state_dict(cursor)
@@ -108,6 +110,7 @@ class GroupKeeper:
         if not entries:
             return
         now, here = time.monotonic(), {group.group_id for group in self.admission.open_groups}
+        entries = self._take_those_that_fit(entries, here)
         for entry in entries:
             if entry.group_id not in here:
                 self.admission.admit(entry.group_id, now)
@@ -117,6 +120,34 @@ class GroupKeeper:
             entries = await asyncio.to_thread(self.ledger.readmit, entries, self.admission.version)
             self.reporter.count("groups_readmitted", len(entries))
         await self._put(entries)
+
+    def _take_those_that_fit(self, entries: Sequence[AdmissionEntry], here: set[GroupId]) -> list[AdmissionEntry]:
+        """After a rollback, or with less staleness than before, more groups are open than may be in flight: the later
+        ones wait, before any new prompt."""
+        room = self.admission.capacity
+        fit: list[AdmissionEntry] = []
+        self._postponed.clear()
+        for entry in entries:
+            if entry.group_id in here:
+                fit.append(entry)
+            elif room > 0:
+                fit.append(entry)
+                room -= 1
+            else:
+                self._postponed.append(entry)
+        return fit
+
+    async def _admit_postponed(self) -> None:
+        """Open groups that found no room before: their next attempt."""
+        entries: list[AdmissionEntry] = []
+        now = time.monotonic()
+        while self._postponed and self.admission.capacity > 0:
+            entries.append(self._postponed.popleft())
+            self.admission.admit(entries[-1].group_id, now)
+        if entries:
+            entries = await asyncio.to_thread(self.ledger.readmit, entries, self.admission.version)
+            self.reporter.count("groups_readmitted", len(entries))
+            await self.link.until_done(lambda: self._put(entries))
 
     async def close(self, topic: str) -> None:
         """In this bus and in each that may follow it."""
@@ -135,6 +166,7 @@ class GroupKeeper:
             await self._room.wait()
 
     async def _admit_some(self) -> None:
+        await self._admit_postponed()
         entries: list[AdmissionEntry] = []
         now = time.monotonic()
         while self.admission.capacity > 0 and not self.admission.exhausted:
@@ -244,7 +276,16 @@ class GroupKeeper:
             self._settle(changes.ended)
         self._room.set()
 
+    def _forget_postponed(self, ended: Sequence[Terminal]) -> None:
+        """What the trainer had taken before it died may still wait here for room."""
+        states = {terminal.group_id: terminal.state for terminal in ended}
+        gone = [entry for entry in self._postponed if entry.group_id in states]
+        for entry in gone:
+            self._postponed.remove(entry)
+            self.admission.trained += states[entry.group_id] is TerminalState.TRAINED
+
     def _settle(self, ended: Sequence[Terminal]) -> None:
+        self._forget_postponed(ended)
         trained: dict[int, list[GroupId]] = defaultdict(list)
         for terminal in ended:
             if terminal.state is TerminalState.TRAINED and terminal.step is not None:
