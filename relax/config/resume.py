@@ -139,6 +139,14 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     return [Change(key, was, now, rule_for(key)) for key, was, now in _differences("", before, after)]
 
 
+def table() -> str:
+    """The rules as a table in Markdown, for docs/resuming.md."""
+    lines = ["| key | may it change | why |", "|---|---|---|"]
+    return "\n".join(
+        [*lines, *(f"| `{key}` | {'yes' if rule.allowed else 'no'} | {rule.reason} |" for key, rule in RULES.items())]
+    )
+
+
 def rule_for(key: str) -> Rule:
     """Raises `KeyError` for a key without a class."""
     section = key
@@ -202,3 +210,7 @@ _SECTIONS = {"run"} | {key for key, is_section in known_keys() if is_section}
 def _short(value: Any, limit: int = 60) -> str:
     text = "none" if value is None else str(value)
     return text if len(text) <= limit else f"{text[:limit]} ..."
+
+
+if __name__ == "__main__":
+    print(table())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from relax.config.file import load_run_file
-from relax.config.resume import RULES, Change, changes, known_keys, rule_for
+from relax.config.resume import RULES, Change, changes, known_keys, rule_for, table
 
 TINY = Path(__file__).parents[2] / "deploy" / "tiny_cpu.yaml"
 
@@ -84,3 +84,8 @@ def test_a_key_that_another_version_added_is_passed_over_and_a_role_that_comes_i
     assert changes({"run": {"seed": 1}}, {"run": {"seed": 1, "news": 3}}) == []
     [change] = changes({"run": {}}, {"run": {}, "ref": {"reference": True}})
     assert change.key == "ref" and change.rule.allowed
+
+
+def test_the_table_in_the_documentation_is_up_to_date() -> None:
+    text = (TINY.parents[1] / "docs" / "resuming.md").read_text()
+    assert table() in text, "run: python -m relax.config.resume, and put it into docs/resuming.md"
