@@ -117,7 +117,7 @@ class RunCommand(Folder):
         self._ray_folder = info["ray_folder"]
         return info
 
-    def wait_for(self, condition: Callable[[dict[str, Any]], bool], deadline_s: float = 180.0) -> None:
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], deadline_s: float = 400.0) -> None:
         self._wait(lambda: (status := self.status()) is not None and condition(status), deadline_s)
 
     def wait_for_output(self, text: str, deadline_s: float = 120.0) -> None:
@@ -129,6 +129,13 @@ class RunCommand(Folder):
             assert self.running(), f"ended with {self.exit_code}:\n{self.output}"
             assert time.monotonic() < end, f"no such state within {deadline_s:g} s:\n{self.output}"
             time.sleep(0.2)
+
+    def stop(self, deadline_s: float = 180.0) -> None:
+        """As `relax stop`; then its own end is awaited."""
+        info = self._run_json()
+        assert info is not None
+        ControlClient(info["url"]).stop(deadline_s)
+        self.process.wait(deadline_s)
 
     def note_ports(self) -> None:
         """Where it listens now, with all that it started."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -86,15 +84,12 @@ def test_an_interrupted_run_leaves_nothing_but_its_last_step(start: Start) -> No
 
 @pytest.mark.slow
 def test_a_run_that_was_stopped_leaves_nothing_but_its_last_step(start: Start) -> None:
-    """By `relax stop`; the weights go only when nobody publishes any more.
+    """The weights go only when nobody publishes any more.
 
     behaviour: B33
     """
     command = begun(start("run.steps=1000"))
-    stop = [sys.executable, "-m", "relax.cli.main", "stop", str(command.folder)]
-    done = subprocess.run(stop, capture_output=True, timeout=120, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    command.process.wait(2 * WITHIN_S)
+    command.stop()
     assert command.left_behind(1.0) == []
     newest = CheckpointStore(command.folder / "checkpoints").latest()
     with Ledger(command.folder / "ledger.sqlite", read_only=True) as ledger:
