@@ -174,25 +174,25 @@ class CheckpointStore:
                 raise CorruptCheckpoint(f"{folder / name} has digest {found}, its manifest says {entry.digest}")
         return folder
 
-    def restore_latest(self) -> tuple[CheckpointManifest, Path] | None:
-        """The newest checkpoint that passes `restore`; those that do not are logged as warnings.
+    def restore_latest(self, warn: Callable[[str], None] = logger.warning) -> tuple[CheckpointManifest, Path] | None:
+        """The newest checkpoint that passes `restore`; `warn` is told of those that do not.
 
         Raises `CheckpointSchemaError`: to go back behind what another version saved is the user's to decide.
         """
-        scan = self._readable()
+        scan = self._readable(warn)
         for manifest in reversed(scan.whole):
             try:
                 return manifest, self.restore(manifest)
             except CorruptCheckpoint as error:
-                logger.warning("ignoring damaged checkpoint of step %d: %s", manifest.step, error)
+                warn(f"ignoring damaged checkpoint of step {manifest.step}: {error}")
         return None
 
-    def _readable(self) -> Scan:
+    def _readable(self, warn: Callable[[str], None] = logger.warning) -> Scan:
         scan = self.scan()
         for path in scan.foreign:
             _read(path)  # raises, with the words
         for warning in scan.warnings:
-            logger.warning("%s", warning)
+            warn(warning)
         return scan
 
     def _next_serial(self) -> int:

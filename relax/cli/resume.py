@@ -148,9 +148,9 @@ def previous_config(folder: RunFolder) -> dict[str, Any]:
 def point_of(run_dir: Path, console: Console) -> Point:
     """Tells of torn checkpoints. Raises `CheckpointSchemaError`, `LedgerSchemaError`, `LedgerBusy`, `CannotResume`."""
     store = CheckpointStore(run_dir / CHECKPOINTS)
-    for warning in store.scan().warnings:
-        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
-    found = store.restore_latest()
+    found = store.restore_latest(
+        lambda words: console.print(f"warning: {words}", style="yellow", markup=False, soft_wrap=True)
+    )
     manifest: CheckpointManifest | None = None if found is None else found[0]
     if manifest is None:
         console.print("warning: no complete checkpoint: the run begins again at step 0", style="yellow", markup=False)
