@@ -102,7 +102,7 @@ def test_a_killed_run_trains_all_prompts_as_if_it_had_not_been(begin: Begin, tor
         assert {terminal.group_id for terminal in ledger.terminals()} == ALL_GROUPS
     kept = [record["reward_mean"] for record in resumed.lines("metrics.jsonl")][:expected]
     assert kept == rewards[:expected], "what the checkpoint covers was not trained again"
-    assert resumed.left_behind() == []
+    assert list(resumed.shm.iterdir()) == []
 
 
 def test_a_stopped_run_goes_on_exactly_and_a_complete_one_says_so(begin: Begin) -> None:
