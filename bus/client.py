@@ -231,9 +231,9 @@ class BusClient:
         """
         return await self._loop.run(self._core.ask(bool, "rollback", to))
 
-    async def complete(self) -> tuple[str, ...]:
-        """Ids of the open training groups whose members are all terminal."""
-        return await self._loop.run(self._core.ask(tuple, "complete"))
+    async def open_groups(self) -> dict[str, bool]:
+        """The training groups that have not ended, and whether all their members are terminal."""
+        return await self._loop.run(self._core.ask(dict, "open_groups"))
 
     async def stats(self) -> BusStats:
         """One atomic snapshot."""
@@ -344,8 +344,8 @@ class SyncBusClient:
     def rollback(self, to: Rollback) -> bool:
         return self._call(self._core.ask(bool, "rollback", to))
 
-    def complete(self) -> tuple[str, ...]:
-        return self._call(self._core.ask(tuple, "complete"))
+    def open_groups(self) -> dict[str, bool]:
+        return self._call(self._core.ask(dict, "open_groups"))
 
     def stats(self) -> BusStats:
         return self._call(self._core.stats())

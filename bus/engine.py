@@ -219,8 +219,8 @@ class BusEngine(_Controller):  # type: ignore[misc]
     async def rollback(self, caller: Caller, to: Rollback) -> bool | BusError:
         return self._call(caller, lambda now: self._index.rollback(caller, to, now))
 
-    async def complete(self, caller: Caller) -> tuple[str, ...] | BusError:
-        return self._call(caller, lambda now: self._index.complete(caller, now))
+    async def open_groups(self, caller: Caller) -> dict[str, bool] | BusError:
+        return self._call(caller, lambda now: self._index.open_groups(caller, now))
 
     async def stats(self) -> BusStats | BusError:
         return self._run(self._index.stats)

@@ -205,6 +205,7 @@ class RoleReporter:
             time_split=self.time_split.snapshot(),
             error=self.error,
             fatal=self.fatal,
+            stopping=self.stopped.is_set(),
         )
 
     async def send(self) -> None:
@@ -228,8 +229,11 @@ class RoleReporter:
 
     async def _beat(self) -> None:
         while True:
+            heard = self.stopped.is_set()
             try:
                 await self.send()
+                if self.stopped.is_set() and not heard:
+                    await self.send()  # the end of the run waits until everybody says that it has heard of it
             except (RayServeException, ServiceUnavailable) as error:
                 self.count("heartbeats_lost")
                 logger.debug("heartbeat lost: %s", error)

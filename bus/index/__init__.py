@@ -262,10 +262,10 @@ class Index:
         self.state.counters["rollbacks"] += 1
         return True
 
-    def complete(self, caller: Caller, now: float) -> tuple[str, ...]:
-        """Ids of the open training groups whose members are all terminal: what a manager that comes up has missed."""
+    def open_groups(self, caller: Caller, now: float) -> dict[str, bool]:
+        """The training groups that have not ended, and whether all their members are terminal."""
         self._enter(caller, now)
-        return tuple(gid for gid in self.state.open_train if self.state.groups[gid].complete)
+        return {group_id: self.state.groups[group_id].complete for group_id in self.state.open_train}
 
     # -- the host's calls --------------------------------------------------------------------
 

@@ -27,6 +27,10 @@ class CorruptCheckpoint(CheckpointError):
     """A file of a checkpoint is missing or differs from its manifest; the message names it."""
 
 
+class CheckpointSchemaError(CheckpointError):
+    """A checkpoint was written with another schema version; the message says which, and what to do."""
+
+
 class FileEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -4,17 +4,21 @@
     <root>/ckpt-000003-step-00000120/           files, then manifest.json renamed into place: visible
     <root>/ckpt-000002-step-00000080/           without manifest.json: torn, ignored with a warning
 
-One process saves at a time; any number read.
+One process saves at a time; any number read. Who reads holds a shared lock on the manifest (`reading`), and a
+checkpoint that is read is not removed.
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import logging
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,40 +27,46 @@ from pydantic import ValidationError
 
 from relax.checkpoint.manifest import (
     MANIFEST_NAME,
+    SCHEMA_VERSION,
     CheckpointError,
     CheckpointManifest,
+    CheckpointSchemaError,
     CorruptCheckpoint,
     FileEntry,
     file_entry,
 )
+from relax.checkpoint.retention import Saved, kept
+from relax.config.roles import RetentionConfig
 from relax.weights.space import NoSpace, check_space, free_bytes, ran_full
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"^ckpt-(\d{6,})-step-(\d{8,})$")
 _WRITING = ".writing-"
-_REMEDY = "free space on that disk, or lower dcs.keep_checkpoints; the run goes on from the last good checkpoint"
+_REMEDY = (
+    "free space on that disk, or keep fewer by dcs.keep_checkpoints; the run goes on from the last good checkpoint"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a folder of checkpoints holds: whole ones, oldest first, and a warning for each torn one."""
+    """What a folder of checkpoints holds: whole ones, oldest first, a warning for each torn one, and the folders of
+    those with another schema version."""
 
     whole: tuple[CheckpointManifest, ...]
     warnings: tuple[str, ...]
+    foreign: tuple[Path, ...] = ()
 
 
 class CheckpointStore:
-    """The checkpoints under `root`, which is made if missing. The `keep` newest stay after a save.
+    """The checkpoints under `root`, which is made if missing. `keep` says which stay after a save.
 
     `reserve_bytes` must stay free on the disk beyond the expected size.
     """
 
-    def __init__(self, root: Path, keep: int, reserve_bytes: int = 0):
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, is {keep}")
+    def __init__(self, root: Path, keep: RetentionConfig | None = None, reserve_bytes: int = 0):
         self.root = root
-        self.keep = keep
+        self.keep = keep or RetentionConfig()
         self.reserve_bytes = reserve_bytes
         root.mkdir(parents=True, exist_ok=True)
 
@@ -132,6 +142,7 @@ class CheckpointStore:
         """Read all manifests and compare file sizes; contents are checked by `restore`."""
         whole: list[CheckpointManifest] = []
         warnings: list[str] = []
+        foreign: list[Path] = []
         for path in sorted(self.root.iterdir()):
             if not _NAME.match(path.name):
                 if path.name.startswith(_WRITING):
@@ -141,13 +152,13 @@ class CheckpointStore:
                 whole.append(_read(path))
             except CorruptCheckpoint as error:
                 warnings.append(f"ignoring torn checkpoint {path}: {error}")
-        return Scan(tuple(sorted(whole, key=lambda manifest: manifest.serial)), tuple(warnings))
+            except CheckpointSchemaError:
+                foreign.append(path)
+        return Scan(tuple(sorted(whole, key=lambda manifest: manifest.serial)), tuple(warnings), tuple(foreign))
 
     def latest(self) -> CheckpointManifest | None:
-        """The newest whole checkpoint; torn ones are logged as warnings."""
-        scan = self.scan()
-        for warning in scan.warnings:
-            logger.warning("%s", warning)
+        """The newest whole checkpoint; torn ones are logged as warnings. Raises `CheckpointSchemaError`."""
+        scan = self._readable()
         return scan.whole[-1] if scan.whole else None
 
     def restore(self, manifest: CheckpointManifest) -> Path:
@@ -163,28 +174,43 @@ class CheckpointStore:
                 raise CorruptCheckpoint(f"{folder / name} has digest {found}, its manifest says {entry.digest}")
         return folder
 
-    def restore_latest(self) -> tuple[CheckpointManifest, Path] | None:
-        """The newest checkpoint that passes `restore`; those that do not are logged as warnings."""
-        scan = self.scan()
-        for warning in scan.warnings:
-            logger.warning("%s", warning)
+    def restore_latest(self, warn: Callable[[str], None] = logger.warning) -> tuple[CheckpointManifest, Path] | None:
+        """The newest checkpoint that passes `restore`; `warn` is told of those that do not.
+
+        Raises `CheckpointSchemaError`: to go back behind what another version saved is the user's to decide.
+        """
+        scan = self._readable(warn)
         for manifest in reversed(scan.whole):
             try:
                 return manifest, self.restore(manifest)
             except CorruptCheckpoint as error:
-                logger.warning("ignoring damaged checkpoint of step %d: %s", manifest.step, error)
+                warn(f"ignoring damaged checkpoint of step {manifest.step}: {error}")
         return None
+
+    def _readable(self, warn: Callable[[str], None] = logger.warning) -> Scan:
+        scan = self.scan()
+        for path in scan.foreign:
+            _read(path)  # raises, with the words
+        for warning in scan.warnings:
+            warn(warning)
+        return scan
 
     def _next_serial(self) -> int:
         serials = [int(match[1]) for path in self.root.iterdir() if (match := _NAME.match(path.name))]
         return max(serials, default=-1) + 1
 
     def _collect(self) -> None:
-        whole = self.scan().whole
-        kept = {_folder_name(manifest.serial, manifest.step) for manifest in whole[-self.keep :]}
+        scan = self.scan()
+        stay = kept([Saved(m.serial, m.step, m.meta.get("record") or {}) for m in scan.whole], self.keep)
+        names = {_folder_name(manifest.serial, manifest.step) for manifest in scan.whole if manifest.serial in stay}
+        names |= {path.name for path in scan.foreign}
         for path in self.root.iterdir():
-            if _NAME.match(path.name) and path.name not in kept:
-                self._remove(path)
+            if _NAME.match(path.name) and path.name not in names:
+                with _locked(path, fcntl.LOCK_EX) as unread:
+                    if unread:
+                        self._remove(path)
+                    else:
+                        logger.info("%s is being read: it stays until the next save", path)
 
     def _remove_unfinished(self) -> None:
         for path in self.root.iterdir():
@@ -199,13 +225,46 @@ class CheckpointStore:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def reading(folder: Path) -> Iterator[Path]:
+    """No save removes this checkpoint meanwhile. Raises `CorruptCheckpoint` when it is gone already."""
+    with _locked(folder, fcntl.LOCK_SH) as held:
+        if not held:
+            raise CorruptCheckpoint(f"{folder} is being removed: a newer checkpoint has taken its place")
+        _read(folder)
+        yield folder
+
+
+@contextmanager
+def _locked(folder: Path, kind: int) -> Iterator[bool]:
+    """With a lock on its manifest: false when somebody else has one that excludes it. One without a manifest is torn:
+    nobody reads it."""
+    try:
+        descriptor = os.open(folder / MANIFEST_NAME, os.O_RDONLY)
+    except FileNotFoundError:
+        yield kind == fcntl.LOCK_EX
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)
+
+
 def _folder_name(serial: int, step: int) -> str:
     return f"ckpt-{serial:06d}-step-{step:08d}"
 
 
 def _read(folder: Path) -> CheckpointManifest:
+    """Raises `CorruptCheckpoint`, and `CheckpointSchemaError` for a manifest of another version."""
     try:
-        manifest = CheckpointManifest.model_validate_json((folder / MANIFEST_NAME).read_bytes())
+        text = (folder / MANIFEST_NAME).read_bytes()
+        _check_version(folder, text)
+        manifest = CheckpointManifest.model_validate_json(text)
     except FileNotFoundError:
         raise CorruptCheckpoint("it has no manifest: its save or its removal was interrupted") from None
     except ValidationError as error:
@@ -219,6 +278,19 @@ def _read(folder: Path) -> CheckpointManifest:
         if (size := path.stat().st_size) != entry.n_bytes:
             raise CorruptCheckpoint(f"file {name} has {size} bytes, its manifest says {entry.n_bytes}")
     return manifest
+
+
+def _check_version(folder: Path, text: bytes) -> None:
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return  # torn: told by who reads on
+    version = body.get("schema_version") if isinstance(body, dict) else None
+    if isinstance(version, int) and version != SCHEMA_VERSION:
+        raise CheckpointSchemaError(
+            f"{folder} has schema version {version}, this program reads {SCHEMA_VERSION}: continue the run with the "
+            "program that saved it, or move that folder away to go on from an older checkpoint"
+        )
 
 
 def _seal_files(folder: Path) -> dict[str, FileEntry]:

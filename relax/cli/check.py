@@ -13,9 +13,11 @@ import psutil
 
 from relax.checkpoint.manifest import SNAPSHOT_BUFFERS
 from relax.cli.cluster import port_is_free
+from relax.config.base import nearest
 from relax.config.cross import eval_data, worst_group_bytes
 from relax.config.file import ConfigError
 from relax.config.sections import RunFile
+from relax.telemetry.metrics import METRICS
 from relax.telemetry.trackers import missing_trackers
 from relax.types import RelaxError
 
@@ -60,6 +62,11 @@ def check(file: RunFile, *, check_port: bool = True, run_dir: Path | None = None
     except RelaxError as error:
         problems += str(error).splitlines()
     problems += _check_plugins(file)
+    keep = file.dcs.keep_checkpoints
+    if keep.best and keep.best_by not in METRICS:
+        problems.append(
+            f"dcs.keep_checkpoints.best_by: unknown metric '{keep.best_by}'{nearest(keep.best_by, METRICS)}"
+        )
     problems += missing_trackers(file.controller.trackers)
     http = file.serve.get("http_options") or {}
     host, port = http.get("host", "127.0.0.1"), int(http.get("port", 8000))
@@ -222,11 +229,17 @@ def plan(file: RunFile, sizes: Mapping[str, int]) -> CheckReport:
     return CheckReport(
         placements=placements,
         parameters=parameters,
-        disk_bytes=(file.dcs.keep_checkpoints + 1) * 12 * parameters + 8 * parameters,
+        disk_bytes=(_checkpoints(file) + 1) * 12 * parameters + 8 * parameters,
         # The instances' copy, where it lies beside the store; and snapshots of weights and two moments.
         shm_bytes=(file.dcs.keep_versions + 2) * 4 * parameters * (2 if file.dcs.transport == "tcp" else 1)
         + SNAPSHOT_BUFFERS * 12 * trained,
     )
+
+
+def _checkpoints(file: RunFile) -> int:
+    """As many as there are on disk at the most."""
+    keep = file.dcs.keep_checkpoints
+    return keep.newest + keep.best + (file.run.steps // keep.every if keep.every else 0)
 
 
 def _num_cpus(application: dict[str, Any]) -> float:

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import psutil
 
+from relax.cli.guardian import Guard
 from relax.types import RelaxError
 
 
@@ -105,9 +106,13 @@ class PrivateRay:
     environment: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def start(cls, *, num_cpus: int = 8, deadline_s: float = 120.0, log: Path | None = None) -> PrivateRay:
+    def start(
+        cls, *, num_cpus: int = 8, deadline_s: float = 120.0, log: Path | None = None, guard: Guard | None = None
+    ) -> PrivateRay:
         # Ray puts Unix sockets below its temp folder: their paths must stay under 107 characters.
         folder = Path(tempfile.mkdtemp(prefix="rlx-", dir="/tmp"))
+        if guard is not None:
+            guard.record_folder(folder)
         gcs, dashboard, client, metrics, agent, auto, dash_metrics, nm, om, rt = free_ports(10)
         low = worker_port_block()
         token = secrets.token_hex(32)
@@ -150,6 +155,8 @@ class PrivateRay:
             process = subprocess.Popen(
                 command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
+        if guard is not None:
+            guard.record_process(process.pid)
         ray = cls(process, folder, f"127.0.0.1:{gcs}", Dashboard(f"http://127.0.0.1:{dashboard}", token), environment)
         try:
             ray._wait_ready(log_path, deadline_s)

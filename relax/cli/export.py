@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from relax.checkpoint.store import CheckpointStore
+from relax.checkpoint.store import CheckpointStore, reading
 from relax.config.actor import ActorConfig
 from relax.config.run import RunConfig
 from relax.data.models import ensure_model
@@ -27,7 +27,7 @@ def export_checkpoint(run_dir: Path, to: Path, step: int | None) -> Path:
         raise ExportError(f"{to} is not empty: choose a new folder")
     resolved = json.loads(config_path.read_text())
     run, actor = RunConfig.model_validate(resolved["run"]), ActorConfig.model_validate(resolved["actor"])
-    store = CheckpointStore(run_dir / "checkpoints", keep=1)
+    store = CheckpointStore(run_dir / "checkpoints")
     manifests = [m for m in store.scan().whole if step is None or m.step == step]
     if not manifests:
         raise ExportError(f"{run_dir} has no complete checkpoint" + (f" of step {step}" if step is not None else ""))
@@ -37,7 +37,8 @@ def export_checkpoint(run_dir: Path, to: Path, step: int | None) -> Path:
         actor, model, run.steps, run.seed, run.threads, trust_remote_code=run.model.trust_remote_code
     )
     try:
-        backend.load_state(part_of(read_state(checkpoint), POLICY), str(checkpoint))
+        with reading(checkpoint):
+            backend.load_state(part_of(read_state(checkpoint), POLICY), str(checkpoint))
         backend.export(to)
     finally:
         backend.close()

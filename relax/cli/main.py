@@ -47,6 +47,25 @@ def run(
 
 
 @app.command()
+def resume(
+    run_dir: RunDirArgument,
+    overrides: SetOption = [],  # noqa: B006
+    file: Annotated[
+        Path | None, typer.Option(help="A changed copy of the run file; default: the run's own, from its folder")
+    ] = None,
+    address: Annotated[str | None, typer.Option(help="Dashboard of a running Ray; default: a private Ray")] = None,
+) -> None:
+    """Go on with a run from its newest complete checkpoint, in its own folder.
+
+    Settings may change where docs/resuming.md says so. Exit codes as of `relax run`; 0 also when nothing is left to
+    train.
+    """
+    from relax.cli.resume import resume_file
+
+    raise typer.Exit(resume_file(run_dir, file, overrides, address=address))
+
+
+@app.command()
 def check(
     file: FileArgument,
     overrides: SetOption = [],  # noqa: B006

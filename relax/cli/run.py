@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 from rich.console import Console
 from rich.live import Live
 
 from relax.cli.cluster import ClusterError, Dashboard, PrivateRay, free_ports
+from relax.cli.guardian import Guard
 from relax.cli.live import one_line, view
 from relax.config.file import ConfigError, load_run_file
 from relax.config.sections import RunFile
@@ -28,7 +30,12 @@ from relax.types import RelaxError
 
 FINAL = ("finished", "failed", "stopped")
 POLL_S = 1.0
-STOP_DEADLINE_S = 30.0
+TAKE_DOWN_S = 40.0
+"""For services, weights and bus to go, once all roles have stopped."""
+RUN_FILE = "run_file.yaml"
+"""In the run folder: the run file with all that was set on the command line."""
+STATE_FILE = "state.json"
+"""In the run folder: the id of the run."""
 
 
 @dataclass(slots=True)
@@ -65,7 +72,7 @@ class ControlClient:
         body: dict[str, Any] = response.json()
         return body
 
-    def stop(self, deadline_s: float = 60.0) -> None:
+    def stop(self, deadline_s: float = 300.0) -> None:
         """Raises `ClusterError` when the controller refuses or does not answer in time."""
         try:
             httpx.post(f"{self.url}/api/v1/stop", timeout=deadline_s, trust_env=False).raise_for_status()
@@ -78,7 +85,7 @@ def run_file(path: Path, overrides: Sequence[str], *, overwrite: bool, address: 
     from relax.cli.check import check
 
     console = Console()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as cleanly as Ctrl-C
+    end_by_signal()
     try:
         file = load_run_file(path, overrides)
         run_dir = Path(os.environ.get("RELAX_HOME", os.getcwd())) / Path(file.run.run_dir).expanduser()
@@ -96,6 +103,13 @@ def run_file(path: Path, overrides: Sequence[str], *, overwrite: bool, address: 
         return 130
     report_outcome(outcome, run_dir, console)
     return outcome.exit_code
+
+
+def end_by_signal() -> None:
+    """SIGTERM, and the end of the terminal unless it was to be survived (nohup), end as cleanly as Ctrl-C."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
 
 
 def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:
@@ -120,6 +134,12 @@ def document_for(file: RunFile, run_dir: Path, port: int | None) -> dict[str, An
     return document
 
 
+def store_run_file(file: RunFile, run_dir: Path) -> None:
+    """What `relax resume` starts from."""
+    text = yaml.safe_dump(document_for(file, run_dir, None), sort_keys=False)
+    RunFolder(run_dir).write_text(run_dir / RUN_FILE, text)
+
+
 def deploy_and_watch(
     file: RunFile,
     run_dir: Path,
@@ -131,19 +151,26 @@ def deploy_and_watch(
 ) -> Outcome:
     """Start, watch until the run has ended, and take everything down again."""
     private: PrivateRay | None = None
+    guard: Guard | None = None
     control: ControlClient | None = None
     dashboard = Dashboard(dashboard_url, token) if dashboard_url else None
     try:
         if dashboard is None:
             console.print("Starting a private Ray ...", style="dim")
-            private = PrivateRay.start()
+            guard = guard_over(file, run_dir)
+            private = PrivateRay.start(guard=guard)
+            guard.record_keep(serve_logs(private), run_dir / "logs")
             dashboard = private.dashboard
         port = None if private is None or keep_port else free_ports(1)[0]
+        store_run_file(file, run_dir)
         document = document_for(file, run_dir, port)
         http = document.get("http_options") or {}
         control = ControlClient(f"http://{http.get('host', '127.0.0.1')}:{http.get('port', 8000)}")
         RunFolder(run_dir).write_place(
-            url=control.url, ray_folder=str(private.folder) if private else None, started_at=time.time()
+            url=control.url,
+            ray_folder=str(private.folder) if private else None,
+            started_at=time.time(),
+            home=os.getcwd(),
         )
         console.print(f"Deploying the services; API at {control.url}/docs", style="dim")
         dashboard.deploy(document)
@@ -153,13 +180,23 @@ def deploy_and_watch(
         with uninterrupted():
             if control is not None:
                 console.print("Stopping the services ...", style="dim")
-                _take_down(control, console)
+                _take_down(control, console, file.controller.stop_deadline_s + TAKE_DOWN_S)
             if private is not None:
                 keep_logs(private, run_dir)
                 private.stop()
                 remove_weights(file, run_dir)
             elif dashboard is not None:
                 dashboard.delete()
+            if guard is not None:
+                guard.close()
+
+
+def guard_over(file: RunFile, run_dir: Path) -> Guard:
+    """Who takes everything down should this process be killed."""
+    guard = Guard()
+    guard.record_log(run_dir / "logs" / "guardian.log")
+    guard.record_shared_memory(Path(file.dcs.shm_dir), f"relax-{file.run.name}-", run_dir / STATE_FILE)
+    return guard
 
 
 @contextlib.contextmanager
@@ -168,7 +205,9 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     try:
         yield
     finally:
@@ -176,28 +215,32 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _take_down(control: ControlClient, console: Console) -> None:
+def _take_down(control: ControlClient, console: Console, deadline_s: float) -> None:
     """Ask the services to end; what does not answer goes down with its Ray."""
     if control.status(deadline_s=5.0) is None:
         return
     try:
-        control.stop(deadline_s=STOP_DEADLINE_S)
+        control.stop(deadline_s=deadline_s)
     except ClusterError as error:
         console.print(f"warning: the services did not end by themselves: {error}", style="yellow", markup=False)
 
 
 def remove_weights(file: RunFile, run_dir: Path) -> None:
     """Shared memory of the run, in case its checkpoint service had no time to free it."""
-    state = run_dir / "state.json"
+    state = run_dir / STATE_FILE
     if state.exists():
         run_id = json.loads(state.read_text())["run_id"]
         for folder in Path(file.dcs.shm_dir).glob(f"relax-{file.run.name}-{run_id}*"):  # the store, and copies of it
             shutil.rmtree(folder, ignore_errors=True)
 
 
+def serve_logs(private: PrivateRay) -> Path:
+    return private.folder / "ray" / "session_latest" / "logs" / "serve"
+
+
 def keep_logs(private: PrivateRay, run_dir: Path) -> None:
     """The private Ray's folder goes away; its service logs stay with the run."""
-    source = private.folder / "ray" / "session_latest" / "logs" / "serve"
+    source = serve_logs(private)
     if source.is_dir():
         shutil.copytree(source, run_dir / "logs", dirs_exist_ok=True, ignore_dangling_symlinks=True)
     start_log = private.folder / "ray-start.log"

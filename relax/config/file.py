@@ -28,6 +28,14 @@ class ConfigError(RelaxError, ValueError):
 
 def load_run_file(path: Path, overrides: Iterable[str] = ()) -> RunFile:
     """Read, override (`section.key=value`, value in YAML) and validate. Raises `ConfigError`."""
+    document = load_document(path)
+    for override in overrides:
+        apply_override(document, override)
+    return parse_run_file(document, str(path))
+
+
+def load_document(path: Path) -> dict[str, Any]:
+    """As it stands in the file. Raises `ConfigError`."""
     try:
         document = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -36,10 +44,7 @@ def load_run_file(path: Path, overrides: Iterable[str] = ()) -> RunFile:
         raise ConfigError([f"{path}: not valid YAML: {error}"]) from error
     if not isinstance(document, dict):
         raise ConfigError([f"{path}: expected a mapping with the key 'applications'"])
-    document = copy.deepcopy(document)  # anchors make the applications share one `run` object
-    for override in overrides:
-        apply_override(document, override)
-    return parse_run_file(document, str(path))
+    return copy.deepcopy(document)  # anchors make the applications share one `run` object
 
 
 def apply_override(document: dict[str, Any], override: str) -> None:

@@ -228,10 +228,25 @@ class DcsConfig(StrictModel):
     """Interface that weights are served on. On several nodes: one of the actor's node that the others reach."""
     transfer_deadline_s: Annotated[float, Field(gt=0)] = 300.0
     """Longest transfer of one version over TCP; the version is kept so long."""
-    keep_checkpoints: Annotated[int, Field(ge=1)] = 2
-    """Newest checkpoints kept on disk."""
+    keep_checkpoints: RetentionConfig = Field(default_factory=lambda: RetentionConfig())
+    """Which checkpoints stay on disk after a save; the newest complete one always does, and one that is being read."""
     reserve_bytes: Annotated[int, Field(ge=0)] = 1 << 28
     """Free space that a save must leave on its disk (B47)."""
+
+
+class RetentionConfig(StrictModel):
+    """A checkpoint stays while one of these asks for it."""
+
+    newest: Annotated[int, Field(ge=1)] = 2
+    """As many of the newest."""
+    best: Annotated[int, Field(ge=0)] = 0
+    """As many of those whose step was best by `best_by`; 0 is off."""
+    best_by: str = "reward_mean"
+    """Metric of the actor's record of the step, e.g. reward_mean, accuracy_mean or loss."""
+    best_is: Literal["highest", "lowest"] = "highest"
+    """Which values of it are better."""
+    every: Annotated[int, Field(ge=0)] = 0
+    """Those of steps that are a multiple of this stay for good; 0 is off."""
 
 
 class ControllerConfig(StrictModel):
@@ -243,6 +258,9 @@ class ControllerConfig(StrictModel):
     """Silence after which a role is shown as lost."""
     start_deadline_s: Annotated[float, Field(gt=0)] = 240.0
     """All roles must have reported within this time."""
+    stop_deadline_s: Annotated[float, Field(gt=0)] = 20.0
+    """How long the end of a run waits for the actor's last checkpoint, and for all roles to hear of it, before
+    everything is taken down."""
     stall_s: Annotated[float, Field(gt=0)] = 120.0
     """When no counter moves for this long, the watchdog names who waits for whom (B46)."""
     bus_silence_s: Annotated[float, Field(gt=0)] = 30.0
@@ -291,4 +309,6 @@ class ExpectConfig(StrictModel):
     """Metric of the step's record -> its mean over the last steps at most."""
 
 
+RolloutConfig.model_rebuild()
+DcsConfig.model_rebuild()
 ControllerConfig.model_rebuild()

@@ -206,6 +206,10 @@ class AdmissionState:
             self.trained -= 1
             self.take_up(group_id, self.version, now_s, complete=True)
 
+    def forget(self, group_id: GroupId) -> bool:
+        """Its rows are lost: it will be admitted once more, when there is capacity. False when it was not open."""
+        return self._close(group_id)
+
     def readmit(self, group_id: GroupId, now_s: float) -> PolicyVersion:
         """A new attempt at an open group, whose rows were lost: it keeps its place in the counts and gets a
         new `min_version` and deadline. Raises `AdmissionRefused` for a group that is not open."""

@@ -57,6 +57,10 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def evals_path(self) -> Path:
+        return self.path / "evals.jsonl"
+
+    @property
     def summary_path(self) -> Path:
         return self.path / "summary.json"
 
@@ -101,7 +105,7 @@ class RunFolder:
 
     def append_eval(self, record: Mapping[str, Json]) -> None:
         """One line for each held-out evaluation."""
-        self._append(self.path / "evals.jsonl", [record])
+        self._append(self.evals_path, [record])
 
     def append_lines(self, name: str, records: Iterable[Any]) -> None:
         """Lines of another .jsonl file, which may lie in a folder of its own."""
@@ -138,8 +142,29 @@ class RunFolder:
         return self._read_object(self.config_path)
 
     def read_metrics(self) -> list[dict[str, float]]:
-        """All steps; none where nothing was written."""
-        return list(read_lines(self.metrics_path))
+        """All steps, in order; none where nothing was written. What was trained again after a rollback is there once:
+        a later record takes the place of all earlier ones of its step and of the steps after it."""
+        records: list[dict[str, float]] = []
+        for record in read_lines(self.metrics_path):
+            while records and records[-1]["step"] >= record["step"]:
+                records.pop()
+            records.append(record)
+        return records
+
+    def cut_metrics(self, step: int) -> int:
+        """Leave the records of the steps up to this one; the others move to `metrics_superseded.jsonl`. Returns the
+        newest step that was taken out, 0 for none. Before anybody appends."""
+        records = self.read_metrics()
+        later = [record for record in records if record["step"] > step]
+        if later:
+            self.append_lines("metrics_superseded.jsonl", later)
+            kept = json_lines(record for record in records if record["step"] <= step)
+            self.write_text(self.metrics_path, kept.decode())
+        return int(later[-1]["step"]) if later else 0
+
+    def read_evals(self) -> list[dict[str, Json]]:
+        """All held-out evaluations; none where nothing was written."""
+        return list(read_lines(self.evals_path))
 
     def read_samples(self, first: int | None = None, last: int = 0) -> list[dict[str, Json]]:
         """All generations, or only the `first` and the `last` ones of a long file."""

@@ -16,27 +16,46 @@ from relax.checkpoint.manifest import SNAPSHOT_BUFFERS, TENSORS
 from relax.checkpoint.snapshot import MANIFEST, SCHEMA, Snapshot, newest_snapshot, read_snapshot
 from relax.training.state import StateLayout, TrainerState, write_facts
 from relax.types import Json
+from relax.weights.space import check_space
+
+_REMEDY = (
+    "give dcs.shm_dir more memory, or lower dcs.reserve_bytes; training goes on without snapshots, and an actor that "
+    "dies goes on from its last checkpoint"
+)
 
 
 class SnapshotWriter:
-    """Of one trainer. The first `take` maps the buffers and touches their memory; later ones only copy."""
+    """Of one trainer. The first `take` maps the buffers and touches their memory; later ones only copy.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    `reserve_bytes` must stay free in that memory.
+    """
+
+    def __init__(self, root: Path, reserve_bytes: int = 0) -> None:
+        self.root, self.reserve_bytes = root, reserve_bytes
         self._buffers: list[_Buffer] = []
         newest = newest_snapshot(root)
         self._serial = 0 if newest is None else newest.serial
         self._held: set[str] = set()
 
     def take(self, state: TrainerState, step: int, meta: Mapping[str, Json]) -> Snapshot:
-        """Copy the state. Raises `OSError` when the memory is full; the snapshots before stay whole."""
+        """Copy the state. Raises `NoSpace` before the first, when the memory has no room for all buffers, and `OSError`
+        when a file cannot be written; the snapshots before stay whole."""
         if not self._buffers:
             layout = StateLayout.of(state)
+            self._check_room(layout.n_bytes)
             self._buffers = [_Buffer(self.root / f"buffer-{number}", layout) for number in range(SNAPSHOT_BUFFERS)]
         free = [buffer for buffer in self._buffers if buffer.folder.name not in self._held]
         buffer = min(free, key=lambda one: one.serial)
         self._serial += 1
         return buffer.fill(state, self._serial, step, meta)
+
+    def _check_room(self, n_bytes: int) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        there = [
+            path.stat().st_blocks * 512 for path in self.root.glob(f"buffer-*/{TENSORS}")
+        ]  # taken over, or replaced
+        need = max(0, SNAPSHOT_BUFFERS * n_bytes - sum(there))
+        check_space("snapshots of the actor's state", self.root, need, self.reserve_bytes, _REMEDY)
 
     def hold(self, snapshot: Snapshot) -> None:
         """Do not overwrite it until `release`. Raises `ValueError` when too few buffers would be left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from services.actor.dumping import StepDumper
 from services.actor.loop import TrainingLoop
 from services.actor.probe import probe_tokens
 from services.runtime import RoleReporter, call_when_up, limit_threads, run_folder_path
+
+logger = logging.getLogger("ray.serve")
 
 
 @serve.deployment(
@@ -92,6 +95,10 @@ class Actor:
         try:
             self.training.run()
         except BaseException as error:  # the supervisor border of the training thread
+            if self.reporter.stopped.is_set():  # what it used is being taken down
+                logger.warning("training ended by the stop: %r", error)
+                self.reporter.state = "stopped"
+                return
             self.reporter.fail(error)
             self.reporter.end_run(f"training failed: {error}")
 

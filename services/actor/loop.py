@@ -43,6 +43,7 @@ from relax.training.batching import TrainRow
 from relax.training.own_trainer import build_step
 from relax.training.step import StepOutcome
 from relax.types import Json, PolicyVersion, Purpose, RelaxError
+from relax.weights.space import NoSpace
 from relax.weights.store import WeightStore
 from services import names
 from services.actor.batch import StepSamples, actor_fields, in_order, train_rows
@@ -53,7 +54,7 @@ from services.bus_link import BUS_TIMEOUTS, BusLink
 from services.consume import LONG_POLL_S
 from services.dcs.api import PublishedVersion, PublishTicket, SavedState
 from services.rollout.api import ActorState
-from services.runtime import RoleReporter, call, call_when_up
+from services.runtime import RoleReporter, ServiceUnavailable, call, call_when_up
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -63,6 +64,8 @@ REJOIN_DEADLINE_S = 3600.0
 
 GO_ON_DEADLINE_S = 300.0
 """For the manager to come up, and to make the bus anew where what is to be trained again has lost its rows."""
+LEAVE_DEADLINE_S = 10.0
+"""For the ledger to hear of the last step of a run that is stopped."""
 RECOMMIT_WAIT_S = 10.0
 RECORD_POLL_S = 0.2
 HISTORY_STEPS = 8
@@ -155,8 +158,14 @@ class TrainingLoop:
                 if not trained:
                     break
         except TrainingStopped:
+            with self.reporter.time_split.book(WORK):
+                self._leave()
             self.reporter.state = "stopped"
             return
+        except NoSpace:  # of the memory for weights: the step was taken, and is saved on disk
+            with self.reporter.time_split.book(WORK):
+                self._leave()
+            raise
         finally:
             self.dumper.discard()
         if self.step == 0:
@@ -170,13 +179,32 @@ class TrainingLoop:
         self.wait(self._until_recorded(), REJOIN_DEADLINE_S)
         self.reporter.state, self.reporter.waiting_for = "done", ""
 
+    def _leave(self) -> None:
+        """The run ends before its last step: a checkpoint of the last that was taken, and the ledger knows of it."""
+        if self.step == 0:
+            return
+        self.keeper.finish()
+        if self.keeper.saved != self.step:
+            self.keeper.save(self.step, self._meta(self._last_record))
+            self.keeper.finish()
+        try:
+            self.wait(asyncio.wait_for(self._until_recorded(though_stopped=True), LEAVE_DEADLINE_S), REJOIN_DEADLINE_S)
+        except (TimeoutError, ServiceUnavailable) as error:  # who goes on from here tells the ledger then
+            logger.warning("step %d is not in the ledger: %s", self.step, error or type(error).__name__)
+
     def _start(self) -> None:
         """Publish version 0, or go on from the newest state."""
         ticket: PublishTicket = self.wait(call(names.DCS, "begin_publish"))
         self._refuse_other_node(ticket)
         self._store, self._bucket_bytes = WeightStore(Path(ticket.root), keep=1), ticket.bucket_bytes
         self.keeper = StateKeeper(
-            self.backend, self.critic, Path(ticket.snapshots), self.link, self.reporter, self.loop
+            self.backend,
+            self.critic,
+            Path(ticket.snapshots),
+            self.link,
+            self.reporter,
+            self.loop,
+            reserve_bytes=ticket.reserve_bytes,
         )
         saved: SavedState | None = self.wait(call(names.DCS, "newest_state", deadline_s=SAVE_DEADLINE_S))
         newest: PublishedVersion | None = self.wait(call(names.DCS, "wait_newer", -1, 0.0))
@@ -220,10 +248,10 @@ class TrainingLoop:
             self._go_on(self.published, self.published.version)
             self.wait(self.link.until_done(self._tell_version), REJOIN_DEADLINE_S)
 
-    async def _until_recorded(self) -> None:
+    async def _until_recorded(self, though_stopped: bool = False) -> None:
         """Until the ledger has the last step: a bus that is lost before that has to be told of it."""
         self.reporter.waiting_for = "the ledger to have the last step"
-        while not self.reporter.stopped.is_set():
+        while though_stopped or not self.reporter.stopped.is_set():
             here = self.bus.caller
             try:
                 await self.bus.ping()
@@ -279,7 +307,7 @@ class TrainingLoop:
         newest = self.published.version if version is None else version
         self.history.append(TrainedStep(self.step, int(newest), opened.samples.of_groups()))
         self.lags.update(opened.samples.lags)
-        record = self._record(opened.samples, outcome, newest, time.monotonic() - begin)
+        record = self._last_record = self._record(opened.samples, outcome, newest, time.monotonic() - begin)
         if self.args.actor.snapshot_every and self.step % self.args.actor.snapshot_every == 0:
             self.keeper.take(self.step, self._meta(record))
         opened.trace.trained()
@@ -298,7 +326,6 @@ class TrainingLoop:
         due = self.args.actor.checkpoint_every and self.step % self.args.actor.checkpoint_every == 0
         if (due or committed.retained_over_budget) and self.step < self.args.run.steps:
             self.keeper.save(self.step, self._meta(record))
-        self._last_record = record
         return True
 
     def _meta(self, record: dict[str, float]) -> dict[str, Json]:

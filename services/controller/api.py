@@ -15,11 +15,12 @@ from relax.telemetry.run_folder import json_lines
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a role needs to join the run."""
+    """What a role needs to join the run. `evaluated`: evaluations that an earlier part of the run made."""
 
     run_id: str
     bus: BusAddress
     heartbeat_s: float
+    evaluated: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,8 @@ class Heartbeat:
     time_split: dict[str, float]
     error: str | None = None
     fatal: str | None = None
+    stopping: bool = False
+    """It has heard that the run ends, and begins nothing more."""
 
 
 @dataclass(frozen=True, slots=True)

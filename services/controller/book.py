@@ -8,6 +8,7 @@ from typing import Any
 
 from bus.records import PROMPTS, SAMPLES, BusStats
 from relax.config.sections import ControllerArgs
+from relax.control.stopping import Hearing
 from relax.control.watchdog import BusSnapshot, LeaseSnapshot, RoleSnapshot
 from services import names
 from services.controller.api import AdoptionReport, EvalReport, Heartbeat, RoleView
@@ -16,6 +17,9 @@ from services.controller.pace import Pace
 ADOPTION_ATTEMPTS = 10
 """Failed adoptions of an instance that has never held weights, after which it counts as unable to."""
 
+SILENT_BEATS = 5.0
+"""Heartbeats that a replica may miss before the end of the run does not wait for it. The trainer has something to lose:
+it is waited for until it counts as lost."""
 
 REWARD_COUNTERS = ("reward_calls", "reward_failures", "reward_retries", "reward_worker_restarts")
 
@@ -162,6 +166,22 @@ class RunBook:
     def lost(self, now: float) -> list[str]:
         limit = self.args.controller.heartbeat_timeout_s
         return [name for name, account in self.replicas.items() if now - account.seen_at > limit]
+
+    def hearings(self, now: float) -> list[Hearing]:
+        """Who has heard that the run ends."""
+        limits = {
+            True: self.args.controller.heartbeat_timeout_s,
+            False: SILENT_BEATS * self.args.controller.heartbeat_s,
+        }
+        return [
+            Hearing(
+                trains=(trains := account.beat.role == names.ACTOR),
+                state="failed" if account.beat.error else account.beat.state,
+                stopping=account.beat.stopping,
+                silent=now - account.seen_at > limits[trains],
+            )
+            for account in self.replicas.values()
+        ]
 
     def last_progress_at(self) -> float:
         return max((account.progress_at for account in self.replicas.values()), default=self.started_at)

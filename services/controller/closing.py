@@ -79,7 +79,7 @@ def close_run(
 
 
 def eval_json(report: EvalReport) -> dict[str, Any]:
-    """A line of evals.jsonl."""
+    """As the summary shows it."""
     return {
         "when": report.when,
         "version": report.version,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from bus.lifecycle import create_bus, destroy_bus
 from bus.records import BusAddress, BusStats
 from relax.config.sections import ROLES, ControllerArgs
 from relax.control.runstate import RunState, RunStatus
+from relax.control.stopping import all_stopped, others_may_stop
 from relax.control.watchdog import find_stall
 from relax.telemetry.metrics import validate
 from relax.telemetry.run_folder import RunFolder, RunFolderError
@@ -40,7 +42,8 @@ from services.controller.api import (
     Status,
 )
 from services.controller.book import RunBook, bus_snapshot
-from services.controller.closing import close_run, eval_json, stats_json
+from services.controller.closing import close_run, stats_json
+from services.controller.earlier import eval_line, take_up
 from services.controller.exporter import LiveExport, RayMetrics, metrics_endpoints
 from services.runtime import ServiceUnavailable, asked_to_end, call, run_folder_path, serve_place
 
@@ -108,6 +111,11 @@ class Controller:
         self.bus_stats_at = -math.inf
         self._error: str | None = None
         self._closing = asyncio.Lock()
+        self._taking_down = asyncio.Lock()
+        self._taken_down = False
+        self._end_asked_at: float | None = None
+        self._beat_heard = asyncio.Event()
+        await asyncio.to_thread(take_up, self.book, self.folder)
         self.bus_address = await self._create_bus()
         self.bus = await BusClient.connect(
             self.bus_address,
@@ -144,11 +152,20 @@ class Controller:
         if role in ROLES and self.config.get(role) != section:
             self.config[role] = section
             await asyncio.to_thread(self.folder.write_config, dict(self.config))
-        return RunInfo(self.run_id, self.bus_address, self.args.controller.heartbeat_s)
+        return RunInfo(self.run_id, self.bus_address, self.args.controller.heartbeat_s, tuple(self.book.evals))
 
     async def heartbeat(self, beat: Heartbeat) -> Directive:
-        self.book.record_beat(beat, time.monotonic())
-        return Directive(stop=self.run.ended, run_state=self.run.state.value)
+        now = time.monotonic()
+        self.book.record_beat(beat, now)
+        self._beat_heard.set()
+        return Directive(stop=self._tells_to_stop(beat, now), run_state=self.run.state.value)
+
+    def _tells_to_stop(self, beat: Heartbeat, now: float) -> bool:
+        """The trainer hears of the end first: the others serve it until it has saved, at most for the deadline."""
+        if self._end_asked_at is None:
+            return False
+        late = now - self._end_asked_at > self.args.controller.stop_deadline_s
+        return beat.role == names.ACTOR or late or others_may_stop(self.book.hearings(now))
 
     async def report_adoption(self, report: AdoptionReport) -> None:
         self.book.record_adoption(report)
@@ -170,7 +187,7 @@ class Controller:
 
     async def report_eval(self, report: EvalReport) -> None:
         self.book.evals[report.when] = report
-        await asyncio.to_thread(self.folder.append_eval, eval_json(report))
+        await asyncio.to_thread(self.folder.append_eval, eval_line(report))
 
     # ------------------------------------------------------------------ HTTP
 
@@ -209,6 +226,7 @@ class Controller:
     @api.post("/api/v1/stop", status_code=202, response_model=Accepted)
     async def stop(self) -> Accepted:
         """End the run: roles stop, instances and bus are taken down, shared memory is freed."""
+        await self._let_stop()
         if not self.run.ended:
             await self._end(RunState.STOPPED)
         await self._take_down()
@@ -356,11 +374,35 @@ class Controller:
             )
             self.summary, self.violations = closed.summary, closed.violations
             self.run = self.run.move(state, reason)
+            self._ask_to_stop()
             self._export_live(time.monotonic())
             if state is RunState.FAILED:
                 logger.error("run failed: %s", reason)
 
+    def _ask_to_stop(self) -> None:
+        if self._end_asked_at is None:
+            self._end_asked_at = time.monotonic()
+
+    async def _let_stop(self) -> None:
+        """Until every role has heard of the end, and the trainer has saved; at most `controller.stop_deadline_s`."""
+        self._ask_to_stop()
+        deadline = time.monotonic() + self.args.controller.stop_deadline_s
+        while not all_stopped(self.book.hearings(now := time.monotonic())):
+            if now >= deadline:
+                logger.warning("not all roles stopped within %g s", self.args.controller.stop_deadline_s)
+                return
+            self._beat_heard.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._beat_heard.wait(), deadline - now)
+
     async def _take_down(self) -> None:
+        """Once, however many ask for it."""
+        async with self._taking_down:
+            if not self._taken_down:
+                await self._remove_all()
+                self._taken_down = True
+
+    async def _remove_all(self) -> None:
         """Side by side: a role that never came up must not keep the others from freeing what they hold."""
 
         async def tell(app: str, method: str) -> None:

@@ -20,7 +20,8 @@ class PublishTicket:
     """Where the actor stages a version: the store's root folder in memory-backed storage, on this Ray node.
 
     `snapshots`: folder beside it for the actor's own state (`relax.checkpoint.snapshot`). `newest_version`: the highest
-    that was ever published in this run folder, -1 before the first; its weights may be gone.
+    that was ever published in this run folder, -1 before the first; its weights may be gone. `reserve_bytes`: what must
+    stay free there.
     """
 
     root: str
@@ -28,6 +29,7 @@ class PublishTicket:
     bucket_bytes: int
     node_id: str
     newest_version: int
+    reserve_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

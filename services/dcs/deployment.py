@@ -120,6 +120,7 @@ class Dcs:
             bucket_bytes=self.args.dcs.bucket_bytes,
             node_id=self.place.node_id,
             newest_version=int(self.versions.newest),
+            reserve_bytes=self.args.dcs.reserve_bytes,
         )
 
     async def store_place(self) -> StorePlace:

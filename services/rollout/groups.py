@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +84,8 @@ class GroupKeeper:
         self._applying = asyncio.Lock()
         """Held while events change the ledger, and while an empty bus is filled from it."""
         self._closed: list[str] = []
+        self._waiting: deque[AdmissionEntry] = deque()
+        """Open groups that the bus does not have."""
         cursor = ledger.last_cursor()
         if cursor is not None:
             source.load_state_dict(cursor)
@@ -107,30 +109,28 @@ class GroupKeeper:
                 await self.bus.close_topic(topic)
 
     async def _tell_and_readmit(self) -> None:
-        """Open groups get their next attempt in a bus that has just begun, else the present one once more."""
+        """Tell a bus that has just begun where the ledger stands. What is open and not in the bus waits for its next
+        attempt, in the order of admission and before any new prompt."""
         lineage = await asyncio.to_thread(self.ledger.newest_lineage)
         fates = await asyncio.to_thread(self.ledger.sample_fates)
-        empty = await self.bus.seed(fates, self.ledger.trained_through, lineage.number)
-        if not empty:
+        if await self.bus.seed(fates, self.ledger.trained_through, lineage.number):
+            if self.ledger.trained_through < lineage.published_step:
+                # What was to be trained again from old rows is made anew: by the policy as it is now, not by a later.
+                self.admission.version = max(self.admission.version, lineage.next_version)
+        else:
             await self._follow_lineage()
-        elif self.ledger.trained_through < lineage.published_step:
-            # What was to be trained again from old rows is made anew: by the policy as it is now, not by a later one.
-            self.admission.version = max(self.admission.version, lineage.next_version)
         entries = await asyncio.to_thread(self.ledger.open_groups, Purpose.TRAIN)
-        if not entries:
-            return
+        there = await self.bus.open_groups()
+        self.admission.trained = (await asyncio.to_thread(self.ledger.counts)).trained
         now, here = time.monotonic(), {group.group_id for group in self.admission.open_groups}
-        complete = set(await self.bus.complete())
+        self._waiting.clear()
         for entry in entries:
-            if entry.group_id not in here:
-                is_complete = entry.group_id in complete
-                self.admission.take_up(entry.group_id, entry.min_version, now, complete=is_complete)
-            if empty:
-                self.admission.readmit(entry.group_id, now)
-        if empty:
-            entries = await asyncio.to_thread(self.ledger.readmit, entries, self.admission.version)
-            self.reporter.count("groups_readmitted", len(entries))
-        await self._put(entries)
+            if entry.group_id not in there:
+                self.admission.forget(entry.group_id)
+                self._waiting.append(entry)
+            elif entry.group_id not in here:
+                self.admission.take_up(entry.group_id, entry.min_version, now, complete=there[entry.group_id])
+        self._room.set()
 
     # ------------------------------------------------------------------ an actor that goes on
 
@@ -156,22 +156,23 @@ class GroupKeeper:
                 self.reporter.count("steps_taken_back", trained - actor.step)
                 logger.warning("steps %d to %d are trained again", actor.step + 1, trained)
             await self._follow_lineage()
+            here = {group.group_id for group in self.admission.open_groups}
+            here |= {entry.group_id for entry in self._waiting}
+            entries = await asyncio.to_thread(self.ledger.open_groups, Purpose.TRAIN)
+            self.admission.undo((e.group_id for e in entries if e.group_id not in here), time.monotonic())
+            self.step = min(self.step, self.ledger.trained_through)
         self._room.set()
         return self.admission.version
 
     async def _follow_lineage(self) -> None:
-        """Bring the bus and the counts to the ledger's newest lineage. Raises `BusUnavailable` where that takes a new
-        bus, which then comes."""
+        """Bring the bus to the ledger's newest lineage. Raises `BusUnavailable` where that takes a new bus, which then
+        comes."""
         lineage = await asyncio.to_thread(self.ledger.newest_lineage)
         if not lineage.number:
             return
         back = Rollback(lineage.number, lineage.through_step, await asyncio.to_thread(self.ledger.taken_back))
         here = self.bus.caller
         kept = await self.bus.rollback(back)
-        here_already = {group.group_id for group in self.admission.open_groups}
-        open_again = [e.group_id for e in await asyncio.to_thread(self.ledger.open_groups, Purpose.TRAIN)]
-        self.admission.undo((group for group in open_again if group not in here_already), time.monotonic())
-        self.step = min(self.step, self.ledger.trained_through)
         if not kept:
             reason = f"rows of steps after {lineage.through_step}, which are to be trained again, are gone"
             await call(names.CONTROLLER, "renew_bus", here.epoch, reason)
@@ -183,28 +184,53 @@ class GroupKeeper:
         await self.link.until_done(lambda: self.bus.close_topic(topic))
 
     async def admit_loop(self) -> None:
-        """Admit whenever there is capacity, until the run's groups are all trained or the source has ended."""
+        """Admit whenever there is capacity. `finished` while the run's groups are all trained, or the source has ended
+        and none is left."""
         while not self.reporter.stopped.is_set():
+            self._room.clear()
             with self.reporter.time_split.book(WORK):
                 await self._admit_some()
-            if self.admission.finished:
+            if self.admission.finished and not self._waiting:
                 self.reopened.clear()
                 self.finished.set()
             elif self.finished.is_set():
                 self.finished.clear()
                 self.reopened.set()
-            self._room.clear()
             await self._room.wait()
 
     async def _admit_some(self) -> None:
+        """A bus that is lost meanwhile gets its groups from the ledger: what was to be put here is then not put."""
+        async with self._applying:
+            here = self.bus.caller
+            again = self._take_waiting()
+            new = self._take_new()
+            if again:
+                again = await asyncio.to_thread(self.ledger.readmit, again, self.admission.version)
+            if new:
+                await asyncio.to_thread(self.ledger.admit, new)
+        if again or new:
+            await self.link.until_done(lambda: self._put([*again, *new], here))
+            self.reporter.count("groups_readmitted", len(again))
+            self.reporter.count("groups_admitted", len(new))
+        if self.admission.exhausted and not self._waiting and TRAINING not in self._closed:
+            await self.close(TRAINING)
+        self.reporter.facts["skipped_rows"] = self.source.skipped
+
+    def _take_waiting(self) -> list[AdmissionEntry]:
         entries: list[AdmissionEntry] = []
-        now = time.monotonic()
+        while self._waiting and self.admission.capacity > 0:
+            entries.append(self._waiting.popleft())
+            self.admission.admit(entries[-1].group_id, time.monotonic())
+        return entries
+
+    def _take_new(self) -> list[AdmissionEntry]:
+        entries: list[AdmissionEntry] = []
         while self.admission.capacity > 0 and not self.admission.exhausted:
             prompt = self._next_prompt()
             if prompt is None:
                 self.admission.exhausted = True
                 break
-            min_version = self.admission.admit(prompt.group_id, now)
+            min_version = self.admission.admit(prompt.group_id, time.monotonic())
             entries.append(
                 AdmissionEntry(
                     seq=self.next_seq,
@@ -217,13 +243,7 @@ class GroupKeeper:
                 )
             )
             self.next_seq += 1
-        if entries:
-            await asyncio.to_thread(self.ledger.admit, entries)
-            await self.link.until_done(lambda: self._put(entries))
-            self.reporter.count("groups_admitted", len(entries))
-        if self.admission.exhausted and TRAINING not in self._closed:
-            await self.close(TRAINING)
-        self.reporter.facts["skipped_rows"] = self.source.skipped
+        return entries
 
     def _next_prompt(self) -> Prompt | None:
         """The next one that no earlier epoch found too easy; None at the end of the source."""
@@ -245,7 +265,9 @@ class GroupKeeper:
             for wait in waits:
                 wait.cancel()
 
-    async def _put(self, entries: Sequence[AdmissionEntry]) -> None:
+    async def _put(self, entries: Sequence[AdmissionEntry], here: Caller) -> None:
+        if self.bus.caller != here:
+            return
         await self.bus.admit(
             [
                 GroupAdmission(
@@ -309,9 +331,18 @@ class GroupKeeper:
                 await self.bus.judge(changes.verdicts, caller=caller)
             position = EventPosition(caller.epoch, events[-1].seq)
             await asyncio.to_thread(self.ledger.record, changes.ended, position)
+            self._forget_waiting(changes.ended)
             self._settle(changes.ended)
         self._room.set()
         return True
+
+    def _forget_waiting(self, ended: Sequence[Terminal]) -> None:
+        """What the trainer had taken, and a lost bus had not told of, may still wait here for its next attempt."""
+        states = {terminal.group_id: terminal.state for terminal in ended}
+        gone = [entry for entry in self._waiting if entry.group_id in states]
+        for entry in gone:
+            self._waiting.remove(entry)
+            self.admission.trained += states[entry.group_id] is TerminalState.TRAINED
 
     def _settle(self, ended: Sequence[Terminal]) -> None:
         trained: dict[tuple[int, PolicyVersion], list[GroupId]] = defaultdict(list)

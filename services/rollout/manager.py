@@ -66,6 +66,7 @@ class RolloutManager:
         self.validation = Validation(
             args.rollout.eval, self.eval_prompts, self.instances.evaluators, self.groups, self.bus, self.reporter
         )
+        self._evaluated = info.evaluated
         self.reporter.state = "running"
         if recorded is None:
             self.reporter.spawn(self.instances.run)
@@ -81,7 +82,8 @@ class RolloutManager:
     async def _main(self) -> None:
         """Evaluate, train, evaluate, close."""
         await self.groups.take_up()
-        await self._evaluate("before")
+        if "before" not in self._evaluated:  # an earlier part of the run has made it
+            await self._evaluate("before")
         self.reporter.spawn(self.groups.admit_loop)
         if self.args.rollout.eval.every:
             self.reporter.spawn(self.validation.during)

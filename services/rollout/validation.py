@@ -51,7 +51,7 @@ class Validation:
 
     async def during(self) -> None:
         """After every `config.every` steps; a round that is due while another runs is left out and counted."""
-        done = 0
+        done = self.groups.step // self.config.every
         while not self.groups.finished.is_set():
             await self.groups.next_step()
             due = self.groups.step // self.config.every

@@ -15,8 +15,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from relax.checkpoint.manifest import CheckpointError, CheckpointManifest, CorruptCheckpoint
-from relax.checkpoint.store import CheckpointStore
+from relax.checkpoint.manifest import (
+    MANIFEST_NAME,
+    CheckpointError,
+    CheckpointManifest,
+    CheckpointSchemaError,
+    CorruptCheckpoint,
+)
+from relax.checkpoint.store import CheckpointStore, reading
+from relax.config.roles import RetentionConfig
 from relax.weights import space
 from relax.weights.space import NoSpace
 
@@ -39,7 +46,7 @@ def newest_step(store: CheckpointStore) -> int | None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    return CheckpointStore(tmp_path / "checkpoints", keep=2)
+    return CheckpointStore(tmp_path / "checkpoints", keep=RetentionConfig(newest=2))
 
 
 @pytest.fixture
@@ -57,7 +64,7 @@ def test_a_checkpoint_gives_back_its_files_and_meta(store: CheckpointStore) -> N
     """behaviour: B13"""
     assert store.latest() is None
     saved = store.save(7, writer(), META)
-    latest = CheckpointStore(store.root, keep=2).latest()
+    latest = CheckpointStore(store.root, keep=RetentionConfig(newest=2)).latest()
     assert latest == saved
     assert (latest.step, latest.meta, sorted(latest.files)) == (7, META, ["model.bin", "optim/rank0.bin"])
     folder = store.restore(latest)
@@ -99,7 +106,7 @@ def renames(self, target):
     rename(self, target)
     if moment == "after the folder's rename": die()
 Path.rename = renames
-module.CheckpointStore(Path({str(store.root)!r}), keep=2).save(2, write, {{}})
+module.CheckpointStore(Path({str(store.root)!r}), keep=module.RetentionConfig(newest=2)).save(2, write, {{}})
 """
     killed = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
@@ -126,12 +133,7 @@ def damage_manifest(folder: Path) -> None:
     path.write_text(path.read_text()[:-20])
 
 
-def damage_schema(folder: Path) -> None:
-    path = folder / "manifest.json"
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 2'))
-
-
-@pytest.mark.parametrize("damage", [damage_truncate, damage_remove, damage_manifest, damage_schema])
+@pytest.mark.parametrize("damage", [damage_truncate, damage_remove, damage_manifest])
 def test_a_torn_checkpoint_is_ignored_with_a_warning_that_names_it(
     store: CheckpointStore, damage: Callable[[Path], None]
 ) -> None:
@@ -269,7 +271,7 @@ def test_a_really_full_disk_keeps_the_last_checkpoint_and_gets_its_space_back(
     small_disk: Path, write: Callable[[Path], None]
 ) -> None:
     """behaviour: B47"""
-    store = CheckpointStore(small_disk / "checkpoints", keep=1)
+    store = CheckpointStore(small_disk / "checkpoints", keep=RetentionConfig(newest=1))
     good = store.save(1, lambda folder: (folder / "a.bin").write_bytes(b"a" * 50_000) and None, META)
     free = space.free_bytes(small_disk)
     with pytest.raises(NoSpace, match="step 2"):
@@ -279,3 +281,39 @@ def test_a_really_full_disk_keeps_the_last_checkpoint_and_gets_its_space_back(
     assert restored is not None and restored[0] == good
     again = store.save(3, lambda folder: (folder / "c.bin").write_bytes(b"c" * 50_000) and None, META)
     assert store.latest() == again
+
+
+def test_one_that_is_being_read_stays_until_a_later_save(store: CheckpointStore) -> None:
+    first = store.save(1, writer(), META)
+    with reading(store.folder(first)) as folder:
+        for step in (2, 3, 4):
+            store.save(step, writer(), META)
+        assert (folder / "optim" / "rank0.bin").read_text() == "weights"
+        assert [manifest.step for manifest in store.scan().whole] == [1, 3, 4]
+    store.save(5, writer(), META)
+    assert [manifest.step for manifest in store.scan().whole] == [4, 5]
+    with pytest.raises(CorruptCheckpoint, match="being removed"), reading(folder):
+        pass
+
+
+def test_the_best_by_the_record_of_their_step_stay(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=RetentionConfig(newest=1, best=1, best_by="reward_mean"))
+    for step, reward in ((1, 0.2), (2, 0.9), (3, 0.4), (4, 0.3)):
+        store.save(step, writer(), {"record": {"reward_mean": reward}})
+    assert [manifest.step for manifest in store.scan().whole] == [2, 4]
+
+
+def test_one_of_another_schema_version_is_refused_with_what_to_do_and_never_removed(store: CheckpointStore) -> None:
+    """Neither passed over as torn nor collected: it may be the only whole one."""
+    older, newer = (store.folder(store.save(step, writer(), META)) for step in (1, 2))
+    text = (older / MANIFEST_NAME).read_text()
+    (older / MANIFEST_NAME).write_text(text.replace('"schema_version": 1', '"schema_version": 7'))
+    for refused in (store.latest, store.restore_latest):
+        with pytest.raises(
+            CheckpointSchemaError, match=r"version 7, this program reads 1: continue .* or move"
+        ) as caught:
+            refused()
+        assert str(older) in str(caught.value)
+    for step in (3, 4, 5):
+        store.save(step, writer(), META)
+    assert older.is_dir() and not newer.exists()

@@ -16,6 +16,8 @@ from relax.checkpoint.snapshot import MANIFEST, copy_snapshot, newest_snapshot, 
 from relax.training.snapshot import SnapshotWriter
 from relax.training.state import StateLayout, TrainerState, read_state, write_state
 from relax.types import ModelError
+from relax.weights import space
+from relax.weights.space import NoSpace
 
 
 def state(value: float, width: int = 3) -> TrainerState:
@@ -121,3 +123,19 @@ def test_a_state_of_another_shape_does_not_pass_for_the_old_one(tmp_path: Path) 
     assert read_snapshot(old.folder) in (None, newest), "its file has another layout now"
     writer.clear()
     assert newest_snapshot(tmp_path) is None
+
+
+def test_room_for_all_buffers_is_looked_for_before_the_first_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """behaviour: B47"""
+    need = 3 * StateLayout.of(state(1)).n_bytes
+    monkeypatch.setattr(space, "free_bytes", lambda folder: need + 99)
+    writer = SnapshotWriter(tmp_path, reserve_bytes=100)
+    with pytest.raises(NoSpace, match=r"snapshots of the actor's state .* training goes on without") as caught:
+        writer.take(state(1), 1, {})
+    assert caught.value.need_bytes == need and list(tmp_path.glob("buffer-*")) == []
+    monkeypatch.setattr(space, "free_bytes", lambda folder: need + 100)
+    writer.take(state(2), 2, {})
+    monkeypatch.setattr(space, "free_bytes", lambda folder: 100)
+    assert SnapshotWriter(tmp_path, reserve_bytes=100).take(state(3), 3, {}).step == 3, "the buffers are there already"

@@ -66,18 +66,20 @@ def kill_once(condition: Callable[[dict[str, Any]], bool], role: str) -> Callabl
 
 
 class RunCommand(Folder):
-    """`relax run` in a process of its own, with what it started and where it wrote."""
+    """`relax run` (or `relax resume`) in a process of its own, with what it started and where it wrote."""
 
-    def __init__(self, base: Path, overrides: list[str]):
+    def __init__(self, base: Path, overrides: list[str], *, resume: bool = False):
         super().__init__(base / "run")
         self.shm = base / "shm"
-        self.shm.mkdir()
-        settings = [*overrides, f"run.run_dir={self.folder}", f"dcs.shm_dir={self.shm}"]
+        self.shm.mkdir(exist_ok=True)
+        what = ["resume", str(self.folder)] if resume else ["run", str(TINY)]
+        settings = overrides if resume else [*overrides, f"run.run_dir={self.folder}", f"dcs.shm_dir={self.shm}"]
         arguments = [argument for setting in settings for argument in ("--set", setting)]
-        self._log = base / "output.txt"
+        self._log = base / ("resumed.txt" if resume else "output.txt")
+        self._ports: set[int] = set()
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "relax.cli.main", "run", str(TINY), *arguments],
+                [sys.executable, "-m", "relax.cli.main", *what, *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=base,
@@ -115,7 +117,7 @@ class RunCommand(Folder):
         self._ray_folder = info["ray_folder"]
         return info
 
-    def wait_for(self, condition: Callable[[dict[str, Any]], bool], deadline_s: float = 180.0) -> None:
+    def wait_for(self, condition: Callable[[dict[str, Any]], bool], deadline_s: float = 400.0) -> None:
         self._wait(lambda: (status := self.status()) is not None and condition(status), deadline_s)
 
     def wait_for_output(self, text: str, deadline_s: float = 120.0) -> None:
@@ -128,6 +130,23 @@ class RunCommand(Folder):
             assert time.monotonic() < end, f"no such state within {deadline_s:g} s:\n{self.output}"
             time.sleep(0.2)
 
+    def stop(self, deadline_s: float = 180.0) -> None:
+        """As `relax stop`; then its own end is awaited."""
+        info = self._run_json()
+        assert info is not None
+        ControlClient(info["url"]).stop(deadline_s)
+        self.process.wait(deadline_s)
+
+    def note_ports(self) -> None:
+        """Where it listens now, with all that it started."""
+        pids = {process.pid for process in self._seen}
+        self._ports |= {
+            connection.laddr.port
+            for connection in psutil.net_connections("tcp")
+            if connection.status == psutil.CONN_LISTEN and connection.pid in pids and connection.laddr
+        }
+        assert self._ports
+
     def memory_bytes(self) -> int:
         """PSS of all that the command has started, Ray included, itself not."""
         total = 0
@@ -136,12 +155,14 @@ class RunCommand(Folder):
                 total += process.memory_full_info().pss
         return total
 
-    def left_behind(self) -> list[str]:
-        """Processes, Ray's folder and shared memory of the ended command."""
+    def left_behind(self, within_s: float = 10.0) -> list[str]:
+        """Processes, noted ports, Ray's folder and shared memory of the ended command, after at most this time."""
         assert self._seen and self._ray_folder is not None
-        alive = [f"process {p.pid}" for p in psutil.wait_procs(self._seen, timeout=10.0)[1]]
+        alive = [f"process {p.pid}" for p in psutil.wait_procs(self._seen, timeout=within_s)[1]]
+        listening = {c.laddr.port for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr}
+        ports = [f"port {port}" for port in sorted(self._ports & listening)]
         folders = [self._ray_folder] if Path(self._ray_folder).exists() else []
-        return alive + folders + [str(path) for path in self.shm.iterdir()]
+        return alive + ports + folders + [str(path) for path in self.shm.iterdir()]
 
     def end(self) -> None:
         """Whatever the test came to: nothing of it stays."""
