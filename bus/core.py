@@ -122,6 +122,8 @@ class Core:
         self._address, self._role = address, role
         self._at = at
         self.rpc_timeout_s = config.rpc_timeout_s
+        self.on_stored: Callable[[], None] = lambda: None
+        """Called when the bytes of a put lie in the storage and nothing of it is visible."""
         self._attaching = asyncio.Lock()
         self._kept: dict[str, asyncio.Task[None]] = {}
         self._ended: set[str] = set()
@@ -260,6 +262,7 @@ class Core:
             blobs.append(pack(row.row_id, fields))
         write = at.store.write(plan.column, [row.slot for row in plan.rows], blobs)
         await at.transfer(write, deadline - time.monotonic(), "writing to the storage")
+        self.on_stored()
         partitions: dict[str, list[int]] = {}
         for row in plan.rows:
             partitions.setdefault(row.partition, []).append(row.slot)

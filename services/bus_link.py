@@ -10,6 +10,7 @@ from typing import TypeVar
 from bus.client import BusClient
 from bus.errors import BusTimeout, BusUnavailable
 from bus.records import Caller
+from relax.config.faults import Point
 from services.runtime import RoleReporter
 
 logger = logging.getLogger("ray.serve")
@@ -26,6 +27,7 @@ class BusLink:
     def __init__(self, bus: BusClient, reporter: RoleReporter, refill: Callable[[], Awaitable[None]] | None = None):
         self.bus, self.reporter, self._refill = bus, reporter, refill
         self._one = asyncio.Lock()
+        bus.on_stored(lambda: reporter.faults.passing(Point.MID_PUT))
 
     async def rejoin(self, lost: Caller) -> None:
         """After `BusUnavailable` where we were `lost`. Tasks that noticed it together attach once.

@@ -30,6 +30,7 @@ import torch
 from bus.client import BusClient
 from bus.errors import BusTimeout, BusUnavailable
 from bus.records import AckResult, Caller, Closed, Empty, Lease, LeaseRequest, TrainedStep
+from relax.config.faults import Point
 from relax.config.sections import ActorArgs
 from relax.control.admission import hold_below
 from relax.control.judge import constant_reward_warning
@@ -252,11 +253,13 @@ class TrainingLoop:
         record = self._record(opened.samples, outcome, version, time.monotonic() - begin)
         if self.args.actor.snapshot_every and self.step % self.args.actor.snapshot_every == 0:
             self.keeper.take(self.step, self._meta(version, record))
+        self.reporter.faults.passing(Point.AFTER_SNAPSHOT)
         opened.trace.trained()
         publish_begin = time.monotonic()
         self._publish(version)
         record["publish_s"] = time.monotonic() - publish_begin
         self.version = version
+        self.reporter.faults.passing(Point.BEFORE_COMMIT)
         committed = self._commit([lease.lease_id for lease in opened.leases])
         opened.trace.published(int(version))
         self._warn_of_constant_rewards(opened.samples)
@@ -302,6 +305,7 @@ class TrainingLoop:
             if lease is None:
                 return
             opened.add(lease, self.version)
+            self.reporter.faults.passing(Point.AFTER_LEASE)
             remaining -= len(lease.groups)
             yield train_rows(lease, actor.algorithm)  # the step computes between two of these
             self.reporter.count("rows", len(lease.rows))
@@ -357,6 +361,7 @@ class TrainingLoop:
         logprobs, _ = self.backend.logprobs(
             tokens, torch.ones_like(tokens, dtype=torch.bool), torch.ones(len(tokens), dtype=torch.float32)
         )
+        self.reporter.faults.passing(Point.MID_PUBLISH)
         probe = {"tokens": self._probe.tolist(), "logprobs": logprobs.tolist()}
         self.wait(call(names.DCS, "commit_publish", staged.folder.name, probe))
         self.reporter.facts["version"] = int(version)

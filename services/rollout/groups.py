@@ -19,6 +19,7 @@ from pathlib import Path
 from bus.client import BusClient
 from bus.errors import BusTimeout, BusUnavailable
 from bus.records import DEAD_LETTER, TRAINING, Caller, Event, EventKind, GroupAdmission, Verdict, VerdictKind
+from relax.config.faults import Point
 from relax.config.sections import RolloutArgs
 from relax.control.admission import AdmissionState, Limits
 from relax.control.judge import FilterStreak, Member, NoSignal, judge_group
@@ -78,6 +79,8 @@ class GroupKeeper:
         self._applying = asyncio.Lock()
         """Held while events change the ledger, and while an empty bus is filled from it."""
         self._closed: list[str] = []
+        self._epoch: int | None = None
+        """Of the last prompt that was admitted here."""
         cursor = ledger.last_cursor()
         if cursor is not None:
             source.load_state_dict(cursor)
@@ -157,11 +160,17 @@ class GroupKeeper:
             self.next_seq += 1
         if entries:
             await asyncio.to_thread(self.ledger.admit, entries)
+            if self._enters_epoch(entries):
+                self.reporter.faults.passing(Point.EPOCH_BORDER)
             await self.link.until_done(lambda: self._put(entries))
             self.reporter.count("groups_admitted", len(entries))
         if self.admission.exhausted and TRAINING not in self._closed:
             await self.close(TRAINING)
         self.reporter.facts["skipped_rows"] = self.source.skipped
+
+    def _enters_epoch(self, entries: Sequence[AdmissionEntry]) -> bool:
+        before, self._epoch = self._epoch, entries[-1].prompt["epoch"]
+        return before is not None and before != self._epoch
 
     def _next_prompt(self) -> Prompt | None:
         """The next one that no earlier epoch found too easy; None at the end of the source."""
@@ -239,6 +248,7 @@ class GroupKeeper:
                     self._read(event, changes)
             if changes.verdicts:
                 await self.bus.judge(changes.verdicts, caller=caller)
+                self.reporter.faults.passing(Point.BEFORE_ACK)
             position = EventPosition(caller.epoch, events[-1].seq)
             await asyncio.to_thread(self.ledger.record, changes.ended, position)
             self._settle(changes.ended)
