@@ -24,6 +24,8 @@ from bus.records import (
 )
 from relax.types import Purpose
 
+FORGOTTEN_KEPT = 16_384
+"""A call is repeated within its deadline: far fewer groups than this end meanwhile."""
 EVENTS = "events"
 SPACE = "space"
 
@@ -302,6 +304,7 @@ class Groups:
     def _forget_elsewhere(self, group_id: str) -> None:
         """Its rows are lost: it may be admitted and generated anew."""
         _, samples = self._s.trained_elsewhere.pop(group_id)
+        self._s.forgotten.pop(group_id, None)
         self._s.produced -= samples
         if self._s.groups.pop(group_id, None) is None:  # else its tally goes with it
             self._s.settled[TRAINED] -= samples
@@ -365,7 +368,14 @@ class Groups:
                 if group.is_train and group.tally is not None:
                     self._s.settled.update(group.tally)
                 del self._s.groups[group.spec.group_id]
+                self._remember(group)
             queue.popleft()
+
+    def _remember(self, group: Group) -> None:
+        forgotten = self._s.forgotten
+        forgotten[group.spec.group_id] = group.spec.attempt
+        if len(forgotten) > FORGOTTEN_KEPT:
+            del forgotten[next(iter(forgotten))]
 
     # -- events ------------------------------------------------------------------------------
 

@@ -121,6 +121,9 @@ class Puts:
             if spec.group_id in self._s.trained_elsewhere:
                 plan.refused.append((spec.group_id, TRAINED))
                 return False
+            if spec.attempt <= self._s.forgotten.get(spec.group_id, -1):
+                plan.refused.append((spec.group_id, "terminal"))
+                return False
             if PROMPTS in self._s.closed or (TRAINING in self._s.closed and spec.purpose == Purpose.TRAIN):
                 plan.refused.append((spec.group_id, "closed"))
                 return False

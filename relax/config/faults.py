@@ -78,7 +78,7 @@ class FaultPoint(StrictModel):
     action: FaultAction = FaultAction.KILL
     """What happens to it."""
     at: Annotated[int, Field(ge=1)] | None = 1
-    """At its n-th passage since the process began. null: at the first one after the fault was armed by `relax chaos`."""
+    """At its n-th passage since the process began. null: at the first one after `relax chaos` has armed the fault."""
 
     @model_validator(mode="after")
     def _role_passes_there(self) -> FaultPoint:

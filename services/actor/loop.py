@@ -28,7 +28,7 @@ import ray
 import torch
 
 from bus.client import BusClient
-from bus.errors import BusTimeout, BusUnavailable
+from bus.errors import BusTimeout, BusUnavailable, LeaseLost
 from bus.records import AckResult, Caller, Closed, Empty, Lease, LeaseRequest, TrainedStep
 from relax.config.faults import Point
 from relax.config.sections import ActorArgs
@@ -44,6 +44,7 @@ from relax.types import Json, PolicyVersion, Purpose, RelaxError
 from relax.weights.store import WeightStore
 from services import names
 from services.actor.batch import StepSamples, actor_fields, train_rows
+from services.actor.committing import commit_step, hold_on
 from services.actor.dumping import StepDumper
 from services.actor.keeping import SAVE_DEADLINE_S, StateKeeper
 from services.actor.trace import StepTrace
@@ -146,6 +147,9 @@ class TrainingLoop:
                         trained = self._train_step()
                 except BusUnavailable:
                     self._rejoin(here)
+                    continue
+                except LeaseLost as error:  # before the step was taken: its groups come again
+                    logger.warning("step %d is discarded: %s", self.step + 1, error)
                     continue
                 if not trained:
                     break
@@ -282,18 +286,15 @@ class TrainingLoop:
         }
 
     def _commit(self, lease_ids: list[str]) -> AckResult:
-        """Repeated when no answer came: the bus knows a step that it has committed."""
-        while True:
-            here = self.bus.caller
-            try:
-                return self.wait(self.bus.commit_step(lease_ids, version=self.version, step=self.step))
-            except BusTimeout:
-                self.reporter.count("commits_repeated")
-                if self.reporter.stopped.is_set():
-                    raise TrainingStopped from None
-            except BusUnavailable:
-                self._rejoin(here)
-                return AckResult(len(self.history[-1].groups))
+        """Of the step that was just taken and published."""
+        groups = len(self.history[-1].groups)
+        commit = commit_step(
+            self.bus, self.link, self.reporter, lease_ids, self.version, self.step, groups, self._recommit
+        )
+        try:
+            return self.wait(commit, REJOIN_DEADLINE_S)
+        except BusTimeout:
+            raise TrainingStopped from None
 
     def _supply(self, groups: int, opened: OpenStep) -> Iterator[list[TrainRow]]:
         """The rows of `groups` groups as they become ready. Ends early only when the data has ended."""
@@ -303,12 +304,13 @@ class TrainingLoop:
         while remaining > 0:
             lease = self._lease(opened.fields, run.groups_per_step - opened.groups, min(per_lease, remaining))
             if lease is None:
-                return
+                break
             opened.add(lease, self.version)
             self.reporter.faults.passing(Point.AFTER_LEASE)
             remaining -= len(lease.groups)
             yield train_rows(lease, actor.algorithm)  # the step computes between two of these
             self.reporter.count("rows", len(lease.rows))
+        self.wait(hold_on(self.bus, self.reporter, [lease.lease_id for lease in opened.leases]), REJOIN_DEADLINE_S)
 
     def _lease(self, fields: tuple[str, ...], slots_left: int, max_groups: int) -> Lease | None:
         run = self.args.run

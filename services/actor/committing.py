@@ -1,0 +1,80 @@
+"""How a step that the actor has taken becomes one that the bus counts, whatever happens to leases and bus meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+
+from bus.client import BusClient
+from bus.errors import BusError, BusTimeout, BusUnavailable, LeaseLost
+from bus.records import AckResult
+from relax.types import PolicyVersion
+from services.bus_link import BusLink
+from services.runtime import RoleReporter
+
+
+async def hold_on(bus: BusClient, reporter: RoleReporter, lease_ids: Sequence[str]) -> None:
+    """Before a step is taken: its leases must still be ours.
+
+    A process that stood still for longer than they live may have been given the same groups once more, and would train
+    them twice in one step. Raises `LeaseLost`, and has then handed back what is left.
+    """
+    try:
+        for lease_id in lease_ids:
+            await _again(reporter, lambda lease_id=lease_id: bus.extend(lease_id))  # type: ignore[misc]
+    except LeaseLost:
+        reporter.count("leases_lost")
+        await _hand_back(bus, lease_ids, "step_discarded")
+        raise
+
+
+async def commit_step(
+    bus: BusClient,
+    link: BusLink,
+    reporter: RoleReporter,
+    lease_ids: Sequence[str],
+    version: PolicyVersion,
+    step: int,
+    groups: int,
+    recommit: Callable[[], Awaitable[None]],
+) -> AckResult:
+    """Of a step of so many groups that is in the weights. Repeated when no answer came: the bus knows a step that it
+    has committed. `recommit` tells it of the step where the leases are gone: they speak of an older claim to the same
+    groups, or of a bus that is lost.
+
+    Raises `BusTimeout` once the run is stopped.
+    """
+    while True:
+        here = bus.caller
+        try:
+            return await bus.commit_step(lease_ids, version=version, step=step)
+        except BusTimeout:
+            reporter.count("commits_repeated")
+            if reporter.stopped.is_set():
+                raise
+        except BusUnavailable:
+            await link.rejoin(here)  # which tells the next bus
+            return AckResult(groups)
+        except LeaseLost:
+            reporter.count("leases_lost")
+            await link.until_done(recommit)
+            await _hand_back(bus, lease_ids, "step_recommitted")
+            return AckResult(groups)
+
+
+async def _hand_back(bus: BusClient, lease_ids: Sequence[str], reason: str) -> None:
+    """Those that are left; who does not hear of it lets them expire."""
+    for lease_id in lease_ids:
+        with contextlib.suppress(BusError):
+            await bus.release(lease_id, reason)
+
+
+async def _again(reporter: RoleReporter, call: Callable[[], Awaitable[object]]) -> None:
+    while True:
+        try:
+            await call()
+            return
+        except BusTimeout:
+            reporter.count("bus_timeouts")
+            if reporter.stopped.is_set():
+                raise
