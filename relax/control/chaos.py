@@ -42,6 +42,8 @@ REPLICAS = ("actor", "ref", "reward", "dcs", "rollout", "instance")
 """Roles with heartbeats; `rollout` is the manager, `instance` one of its rollout instances."""
 HOSTS = ("controller", "bus", "store", "proxy", "serve")
 """Controller; engine and storage of the bus; Serve's HTTP proxy and Serve's controller."""
+BUS = ("bus", "store")
+"""Made anew together."""
 WORKER = "reward_worker"
 SAVE = "save"
 
@@ -290,7 +292,10 @@ class Conductor:
 
     def unasked(self) -> dict[str, int]:
         """Restarts of processes that no fault had struck, or not so often (B34)."""
-        allowed = Counter(strike.victim for strike in self.strikes if strike.fault.lethal and strike.at_s is not None)
+        allowed: Counter[str] = Counter()
+        for strike in self.strikes:
+            if strike.fault.lethal and strike.at_s is not None:
+                allowed.update(BUS if strike.victim in BUS else (strike.victim,))
         return {name: count - allowed[name] for name, count in self.restarts.items() if count > allowed[name]}
 
 

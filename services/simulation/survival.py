@@ -17,14 +17,14 @@ import random
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from bus.index import Index
 from bus.lifecycle import limits_for
 from relax.config.faults import Point
-from relax.config.sections import RolloutArgs
+from relax.config.sections import RolloutArgs, RunFile
 from relax.control.chaos import Fault, How, Planned, plan
 from relax.simulation.clock import Clock
 from relax.types import RelaxError
@@ -133,6 +133,41 @@ def survive(scenario: Scenario, kills: int, recovery: Recovery | None = None) ->
             loop.close()
         survival.close()
     return survival.report
+
+
+LOST_SHARE = 0.02
+
+
+def survive_file(file: RunFile, kills: int, seed: int) -> tuple[Report, Report, list[str]]:
+    """The unbroken run of a file's settings, the struck one, and what is broken. Its source is finite, in the place of
+    the file's own."""
+    run = file.run.model_copy(update={"steps": 1_000_000, "fault_points": ()})
+    args = RolloutArgs(run=run, rollout=file.rollout)
+    scenario = Scenario.for_kills(args, kills, seed, lost_share=LOST_SHARE, instances=file.rollout.instances)
+    unbroken = survive(replace(scenario, network=Network()), 0)
+    struck = survive(scenario, kills)
+    broken = [f"the unbroken run: {words}" for words in unbroken.broken] + compare(struck, unbroken)
+    if struck.kills < kills and not broken:
+        broken.append(f"{struck.kills} of {kills} faults were injected")
+    return unbroken, struck, broken
+
+
+def report_json(unbroken: Report, struck: Report, broken: list[str]) -> dict[str, Any]:
+    ends = Counter(end.split(" ")[0] for end in struck.consumed.values())
+    return {
+        "ok": not broken,
+        "broken": broken,
+        "kills": struck.kills,
+        "faults": dict(sorted(struck.by_fault.items())),
+        "restarts": dict(sorted(struck.restarts.items())),
+        "lost_calls": struck.lost_calls,
+        "lost_answers": struck.lost_answers,
+        "simulated_s": round(struck.simulated_s, 1),
+        "steps": struck.steps,
+        "consumed": len(struck.consumed),
+        "consumed_unbroken": len(unbroken.consumed),
+        **{state.value: ends[state.value] for state in TerminalState},
+    }
 
 
 def compare(struck: Report, unbroken: Report) -> list[str]:
