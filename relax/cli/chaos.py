@@ -92,7 +92,9 @@ def chaos(
             run_dir,
             overwrite=overwrite,
             console=console,
-            during=lambda live: Injector(live, conductor, lambda text: console.print(text, markup=False)).run(),
+            during=lambda live: Injector(
+                live, conductor, lambda text: console.print(text, markup=False, emoji=False, soft_wrap=True)
+            ).run(),
         )
         ended = read_end(outcome, loaded, run_dir)
     except ChaosError as error:
@@ -326,7 +328,7 @@ def _print(console: Console, conductor: Conductor, ended: Ended, result: Verdict
         shown = ["-" if (since := _since(strike, at_s)) is None else f"{since:.1f}" for at_s in times]
         at = "not reached" if strike.at_s is None else f"{strike.at_s:.1f}"
         table.add_row(at, str(strike.step), str(strike.fault), strike.victim, *shown)
-    console.print(table)
+    console.print(table, emoji=False)
     console.print(
         f"{ended.steps} steps, reward {ended.reward_last}; {ended.produced} produced = {ended.trained} trained + "
         f"{ended.dropped} dropped + {ended.queued} queued; {ended.admitted} groups, {ended.open} without an end",
@@ -336,7 +338,7 @@ def _print(console: Console, conductor: Conductor, ended: Ended, result: Verdict
     restarts = ", ".join(f"{name} {count}" for name, count in sorted(conductor.restarts.items())) or "none"
     console.print(f"restarts: {restarts}", markup=False, soft_wrap=True)
     for sentence in result.broken:
-        console.print(f"broken: {sentence}", style="red", markup=False, soft_wrap=True)
+        console.print(f"broken: {sentence}", style="red", markup=False, emoji=False, soft_wrap=True)
     if result.ok:
         console.print("the run withstood them: nothing lost, nothing trained twice", style="green")
 
@@ -364,7 +366,7 @@ def _simulate(console: Console, path: Path, overrides: Sequence[str], kills: int
         markup=False,
     )
     for fault, count in sorted(struck.by_fault.items()):
-        console.print(f"  {count:4d}  {fault}", markup=False)
+        console.print(f"  {count:4d}  {fault}", markup=False, emoji=False)
     console.print(f"{len(struck.consumed)} groups consumed, {len(unbroken.consumed)} in the unbroken run", markup=False)
     for sentence in broken:
         console.print(f"broken: {sentence}", style="red", markup=False, soft_wrap=True)

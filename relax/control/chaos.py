@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from relax.config.base import nearest
 from relax.config.faults import ROLES_AT, FaultAction, FaultPoint, Point
+from relax.telemetry.summary import RESTARTED, UNSAVED
 from relax.types import RelaxError
 
 
@@ -357,9 +358,15 @@ class Verdict:
 def verdict(ended: Ended, conductor: Conductor, reward_min: float | None) -> Verdict:
     """Whether the run went through as if nothing had happened (B12, B16, B34)."""
     broken: list[str] = []
+    struck = [strike for strike in conductor.strikes if strike.at_s is not None]
     if ended.state != "finished":
         broken.append(f"the run {ended.state}: {ended.reason}")
-    broken += [f"not met: {violation}" for violation in ended.violations]
+    # The run counts every restart as unasked, faults included: the conductor knows which they were.
+    explained = [
+        RESTARTED,
+        *([UNSAVED] if any(s.fault.how is How.FULL or s.fault.role == "dcs" for s in struck) else []),
+    ]
+    broken += [f"not met: {text}" for text in ended.violations if not text.startswith(tuple(explained))]
     if reward_min is not None and (ended.reward_last is None or ended.reward_last < reward_min):
         broken.append(f"reward {ended.reward_last} at the end, at least {reward_min} is asked for")
     broken += _account(ended)

@@ -47,6 +47,7 @@ from services.simulation.virtual import PROCESS, Deadlock, Process, VirtualLoop
 POLL_S = 0.05
 PATIENCE_S = 120.0
 """A role that has not come up after a fault for so long does not come up any more."""
+LONGEST_STOP_S = 60.0
 SETTLED_S = 2_000.0
 """Without a group that ended for so long, the run hangs."""
 
@@ -335,7 +336,7 @@ class _Survival:
             process.die()
 
     async def _victim(self, planned: Planned) -> Process:
-        """Preferably one that has got on since it came up; when all is nearly consumed there is nothing to get on with."""
+        """Preferably one that has got on since it came up; towards the end there may be nothing to get on with."""
         begin = self.clock.now
         prefix = "rollout-" if planned.fault.role == "instance" else planned.fault.role
         while self.clock.now - begin < PATIENCE_S:
@@ -357,7 +358,8 @@ class _Survival:
         """SIGSTOP for longer than a lease lives: what it held goes to others, and it comes back late."""
         name = self._rng.choice(sorted(self._alive))
         process = self._alive[name][0]
-        process.paused_until = self.clock.now + self._rng.uniform(0.5, 1.5) * self.scenario.args.run.bus.lease_ttl_s
+        lease_s = min(self.scenario.args.run.bus.lease_ttl_s, LONGEST_STOP_S)
+        process.paused_until = self.clock.now + self._rng.uniform(0.5, 1.5) * lease_s
         self.report.by_fault[f"stop:{name.split('-')[0]}"] += 1
 
     def _sprung(self, process: Process, point: Point) -> bool:

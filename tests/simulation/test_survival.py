@@ -11,7 +11,7 @@ from relax.config.sections import RolloutArgs
 from services.simulation.hub import Network
 from services.simulation.survival import Scenario, compare, survive
 
-KILLS = 24
+KILLS = 30
 
 
 def args(**run: Any) -> RolloutArgs:
@@ -53,6 +53,17 @@ def test_a_run_whose_processes_die_consumes_what_an_unbroken_one_does(
     assert compare(struck, unbroken) == []
     assert struck.kills == KILLS and struck.restarts["bus"] > 0 and struck.restarts["actor"] > 0
     assert (struck.lost_answers > 0) == (lost_share > 0)
+
+
+def test_what_a_dead_process_held_is_given_out_as_soon_as_its_successor_is_there() -> None:
+    """behaviour: B12 B18
+
+    Leases that never expire by themselves.
+    """
+    forever = args(bus={"lease_ttl_s": 1e6, "rpc_timeout_s": 5})
+    scenario = Scenario.for_kills(forever, KILLS, 5, lost_share=0.0, instances=2)
+    unbroken, struck = survive(scenario, 0), survive(scenario, KILLS)
+    assert compare(struck, unbroken) == []
 
 
 def test_the_same_seed_gives_the_same_run() -> None:
