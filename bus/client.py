@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
@@ -101,6 +101,10 @@ class BusClient:
     def caller(self) -> Caller:
         """Owner, incarnation and epoch of this client."""
         return self._core.caller
+
+    def on_stored(self, call: Callable[[], None]) -> None:
+        """`call` in each put, on the client's own thread, when its bytes are stored and nothing of it is visible."""
+        self._core.on_stored = call
 
     async def reattach(self, lost: Caller, *, deadline_s: float) -> None:
         """After BusUnavailable: attach to the bus that took the place of the one where we were `lost`.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -55,6 +54,11 @@ _ENGINE_CHECK_S = 2.0
 """How long rows may be under way before the engine is asked whether it is still there."""
 
 
+def _now() -> float:
+    """Seconds on the running loop's clock: a simulated loop has a simulated one."""
+    return asyncio.get_running_loop().time()
+
+
 class Attachment:
     """To one bus, of one epoch: its engine, its storage where rows are moved, and who we are there.
 
@@ -85,13 +89,13 @@ class Attachment:
         if self._left:
             work.close()
             raise BusUnavailable(f"{what} begun at a bus that was left")
-        deadline = time.monotonic() + timeout_s
+        deadline = _now() + timeout_s
         task = asyncio.get_running_loop().create_task(work)
         self._transfers.add(task)
         task.add_done_callback(self._transfers.discard)
         try:
             while True:
-                left = deadline - time.monotonic()
+                left = deadline - _now()
                 await asyncio.wait([task], timeout=max(0.0, min(left, _ENGINE_CHECK_S)))
                 if task.cancelled():
                     raise BusUnavailable(f"{what} was cut off: the bus is another one by now")
@@ -122,6 +126,8 @@ class Core:
         self._address, self._role = address, role
         self._at = at
         self.rpc_timeout_s = config.rpc_timeout_s
+        self.on_stored: Callable[[], None] = lambda: None
+        """Called when the bytes of a put lie in the storage and nothing of it is visible."""
         self._attaching = asyncio.Lock()
         self._kept: dict[str, asyncio.Task[None]] = {}
         self._ended: set[str] = set()
@@ -143,11 +149,14 @@ class Core:
             if self.caller != lost:
                 return
             gone = self._at
-            self._at = await _attach(self._address, lost.owner, gone.moves_rows, deadline_s)
+            self._at = await self._attach(lost.owner, gone.moves_rows, deadline_s)
             for lease_id in list(self._kept):
                 self._unkeep(lease_id)
             self._ended.clear()
             await gone.leave()
+
+    async def _attach(self, owner: str, rows: bool, deadline_s: float) -> Attachment:
+        return await _attach(self._address, owner, rows, deadline_s)
 
     @property
     def caller(self) -> Caller:
@@ -233,9 +242,9 @@ class Core:
     ) -> PutResult:
         """Plan, store, commit, all in one bus. Planned anew when the plan or the commit's answer is lost."""
         at = self._at
-        deadline = time.monotonic() + deadline_s
+        deadline = _now() + deadline_s
         while True:
-            left = deadline - time.monotonic()
+            left = deadline - _now()
             if left <= 0:
                 raise BusTimeout(f"put of {len(headers)} rows not committed within {deadline_s} s")
             put_id = uuid.uuid4().hex
@@ -259,7 +268,8 @@ class Core:
             fields = [field for field in encoded[row.row_id] if field.name in row.fields]
             blobs.append(pack(row.row_id, fields))
         write = at.store.write(plan.column, [row.slot for row in plan.rows], blobs)
-        await at.transfer(write, deadline - time.monotonic(), "writing to the storage")
+        await at.transfer(write, deadline - _now(), "writing to the storage")
+        self.on_stored()
         partitions: dict[str, list[int]] = {}
         for row in plan.rows:
             partitions.setdefault(row.partition, []).append(row.slot)
@@ -269,7 +279,7 @@ class Core:
             "column": plan.column,
             "partitions": [[name, slots] for name, slots in partitions.items()],
         }
-        timeout_s = min(self.rpc_timeout_s, deadline - time.monotonic())
+        timeout_s = min(self.rpc_timeout_s, deadline - _now())
         try:
             answer = await at.transfer(at.store.commit(body), timeout_s, "the commit")
         except BusTimeout as error:
@@ -397,26 +407,26 @@ class Core:
 
 async def _attach(address: BusAddress, owner: str, rows: bool, deadline_s: float) -> Attachment:
     """As a new incarnation of `owner`. An engine that dies meanwhile is looked for again until the deadline."""
-    deadline = time.monotonic() + deadline_s
+    deadline = _now() + deadline_s
     while True:
         engine = await _find(address, deadline)
         try:
             return await _attach_to(engine, owner, rows, deadline)
         except BusUnavailable:
-            if time.monotonic() + _ATTACH_RETRY_S > deadline:
+            if _now() + _ATTACH_RETRY_S > deadline:
                 raise
         await asyncio.sleep(_ATTACH_RETRY_S)
 
 
 async def _attach_to(engine: Any, owner: str, rows: bool, deadline: float) -> Attachment:
-    caller: Caller = await _ask(engine, "register", owner, timeout_s=deadline - time.monotonic())
+    caller: Caller = await _ask(engine, "register", owner, timeout_s=deadline - _now())
     if not rows:
         return Attachment(engine, None, caller)
     # TransferQueue and torch, first and by our way of importing them: the endpoints are of their types.
-    kind = await _bounded(asyncio.to_thread(_blob_store), deadline - time.monotonic(), "loading TransferQueue")
-    endpoints = await _ask(engine, "endpoints", timeout_s=deadline - time.monotonic())
+    kind = await _bounded(asyncio.to_thread(_blob_store), deadline - _now(), "loading TransferQueue")
+    endpoints = await _ask(engine, "endpoints", timeout_s=deadline - _now())
     attach = asyncio.to_thread(kind, *endpoints)
-    store = await _bounded(attach, deadline - time.monotonic(), "attaching to the storage")
+    store = await _bounded(attach, deadline - _now(), "attaching to the storage")
     return Attachment(engine, store, caller)
 
 
@@ -447,7 +457,7 @@ async def _find(address: BusAddress, deadline: float) -> Any:
         try:
             return await asyncio.to_thread(ray.get_actor, address.engine, namespace=address.namespace)
         except (ValueError, RayError) as error:
-            if time.monotonic() + _ATTACH_RETRY_S > deadline:
+            if _now() + _ATTACH_RETRY_S > deadline:
                 raise BusUnavailable(f"no bus {address.engine} in namespace {address.namespace}") from error
         await asyncio.sleep(_ATTACH_RETRY_S)
 

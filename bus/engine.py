@@ -98,7 +98,8 @@ class BusEngine(_Controller):  # type: ignore[misc]
         self._lock = threading.RLock()
         self.epoch = uuid.uuid4().hex
         self._index = Index(limits, self.epoch)
-        self._waiters: dict[str, set[asyncio.Future[None]]] = {}
+        self._waiters: dict[str, dict[asyncio.Future[None], None]] = {}
+        """Topic -> those who wait, in the order in which they came."""
         self._waiting_for: dict[str, asyncio.Task[Any] | None] = {}
         self._quarantine: deque[tuple[float, str, list[int]]] = deque()
         self._empty_partitions: set[str] = set()
@@ -225,6 +226,10 @@ class BusEngine(_Controller):  # type: ignore[misc]
     async def stats(self) -> BusStats | BusError:
         return self._run(self._index.stats)
 
+    def _now(self) -> float:
+        """Seconds, of one clock for all calls."""
+        return time.monotonic()
+
     # -- entering the index ------------------------------------------------------------------
 
     def _call(self, caller: Caller, operation: Callable[[float], T]) -> T | BusError:
@@ -236,7 +241,7 @@ class BusEngine(_Controller):  # type: ignore[misc]
         reply: T | BusError
         with self._lock:
             try:
-                reply = operation(time.monotonic())
+                reply = operation(self._now())
             except BusError as error:
                 reply = error
             woken = self._index.take_woken()
@@ -248,20 +253,20 @@ class BusEngine(_Controller):  # type: ignore[misc]
         self, topic: str, wait_s: float, caller: Caller, operation: Callable[[float], T | Empty]
     ) -> T | Empty | BusError:
         """Try, and again after each change of `topic`, until there is an answer or time is up."""
-        deadline = time.monotonic() + wait_s
+        deadline = self._now() + wait_s
         while True:
             changed = asyncio.get_running_loop().create_future()
-            self._waiters.setdefault(topic, set()).add(changed)
+            self._waiters.setdefault(topic, {})[changed] = None
             try:
                 reply = self._call(caller, operation)
-                left = deadline - time.monotonic()
+                left = deadline - self._now()
                 if not isinstance(reply, Empty) or left <= 0:
                     return reply
                 expiry = self._index.next_expiry()
-                until_expiry = left if expiry is None else max(0.0, expiry - time.monotonic())
+                until_expiry = left if expiry is None else max(0.0, expiry - self._now())
                 await asyncio.wait([changed], timeout=min(left, until_expiry))
             finally:
-                self._waiters[topic].discard(changed)
+                del self._waiters[topic][changed]
 
     def _wake(self, woken: set[str]) -> None:
         """Complete the futures of those who wait for these topics. Called from either thread."""
@@ -277,7 +282,7 @@ class BusEngine(_Controller):  # type: ignore[misc]
             self._loop.call_soon_threadsafe(self._wake_here, woken)
 
     def _wake_here(self, woken: set[str]) -> None:
-        for topic in woken:
+        for topic in sorted(woken):
             for waiter in self._waiters.get(topic, ()):
                 if not waiter.done():
                     waiter.set_result(None)
@@ -296,20 +301,20 @@ class BusEngine(_Controller):  # type: ignore[misc]
 
     def _handle_notify_data_update_request(self, request_msg: ZMQMessage) -> ZMQMessage:
         """Record production, then commit the put: the answer says what became visible."""
-        body = request_msg.body
+        answer = self._noticed(request_msg.body)
+        return self._make_response(request_msg, ZMQRequestType.NOTIFY_DATA_UPDATE_ACK, answer)
+
+    def _noticed(self, body: dict[str, Any]) -> dict[str, Any]:
         caller = Caller(*body["caller"])
         reply = self._call(caller, lambda now: self._commit(caller, body, now))
-        answer: dict[str, Any]
         if isinstance(reply, BusError):
-            answer = {"error": type(reply).__name__, "message": str(reply)}
-        else:
-            answer = {
-                "stored": reply.stored,
-                "repeated": reply.repeated,
-                "refused": [list(r) for r in reply.refused],
-                "ended": reply.ended,
-            }
-        return self._make_response(request_msg, ZMQRequestType.NOTIFY_DATA_UPDATE_ACK, answer)
+            return {"error": type(reply).__name__, "message": str(reply)}
+        return {
+            "stored": reply.stored,
+            "repeated": reply.repeated,
+            "refused": [list(r) for r in reply.refused],
+            "ended": reply.ended,
+        }
 
     def _commit(self, caller: Caller, body: dict[str, Any], now: float) -> Any:
         self._index.check_planned(body["put_id"])
@@ -320,7 +325,7 @@ class BusEngine(_Controller):  # type: ignore[misc]
         return self._index.commit_put(caller, body["put_id"], now)
 
     def _allocate(self, partition: str) -> int:
-        self._end_quarantine(time.monotonic())
+        self._end_quarantine(self._now())
         if partition not in self.partitions:
             self.create_partition(partition)
         slots = self.index_manager

@@ -29,6 +29,8 @@ DRAIN = "drain"
 """Release reason of a consumer that hands work back in good order: the delivery does not count."""
 
 
+CLOSED = "closed"
+"""Why an admission or a row was refused: its topic was closed before."""
 DEAD_LETTER = "dead_letter"
 """Fate of what was handed out too often."""
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 from bus.client import BusClient
 from bus.errors import BusTimeout, BusUnavailable
 from bus.records import Caller
+from relax.config.faults import Point
 from services.runtime import RoleReporter
 
 logger = logging.getLogger("ray.serve")
@@ -26,26 +27,29 @@ class BusLink:
     def __init__(self, bus: BusClient, reporter: RoleReporter, refill: Callable[[], Awaitable[None]] | None = None):
         self.bus, self.reporter, self._refill = bus, reporter, refill
         self._one = asyncio.Lock()
+        bus.on_stored(lambda: reporter.faults.passing(Point.MID_PUT))
 
     async def rejoin(self, lost: Caller) -> None:
         """After `BusUnavailable` where we were `lost`. Tasks that noticed it together attach once.
 
-        Raises `BusUnavailable` when no new bus comes within the deadline.
+        Raises `BusUnavailable` when no new bus comes within the deadline, `BusTimeout` once the run is stopped.
         """
         async with self._one:
             if self.bus.caller != lost:
                 return
             self.reporter.count(BUS_LOSSES)
             logger.warning("%s: the bus is gone, waiting for the next one", self.reporter.instance)
+            await self.bus.reattach(lost, deadline_s=REATTACH_DEADLINE_S)
             while True:
-                await self.bus.reattach(lost, deadline_s=REATTACH_DEADLINE_S)
                 attached = self.bus.caller
                 try:
                     if self._refill is not None:
                         await self._refill()
                     return
+                except BusTimeout:
+                    self._count_timeout()
                 except BusUnavailable:  # lost again meanwhile
-                    lost = attached
+                    await self.bus.reattach(attached, deadline_s=REATTACH_DEADLINE_S)
 
     async def until_done(self, work: Callable[[], Awaitable[T]]) -> T:
         """`work` again after each loss and each call without an answer; it must be one that may be repeated."""
@@ -56,6 +60,10 @@ class BusLink:
             except BusUnavailable:
                 await self.rejoin(here)
             except BusTimeout:
-                self.reporter.count(BUS_TIMEOUTS)
-                if self.reporter.stopped.is_set():
-                    raise
+                self._count_timeout()
+
+    def _count_timeout(self) -> None:
+        """In an `except`: tried again, but by a run that has stopped."""
+        self.reporter.count(BUS_TIMEOUTS)
+        if self.reporter.stopped.is_set():
+            raise

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from bus.client import BusClient
 from bus.errors import BusError, BusTimeout, BusUnavailable, LeaseLost
 from bus.records import Closed, Empty, Lease, LeaseRequest
+from relax.config.faults import Point
 from relax.telemetry.time_split import WAIT_DATA, WORK
 from services.bus_link import BUS_TIMEOUTS, BusLink
 from services.runtime import RoleReporter
@@ -75,8 +76,10 @@ async def consume(
             await tell(False)
             reporter.waiting_for = ""
             async with holding(bus, lease):
+                reporter.faults.passing(Point.AFTER_LEASE)
                 with reporter.time_split.book(WORK):
                     await handle(lease)
+                reporter.faults.passing(Point.BEFORE_ACK)
             reporter.count("rows", len(lease.rows))
         except LeaseLost:
             reporter.count("leases_lost")

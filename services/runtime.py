@@ -18,6 +18,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from relax.config.run import RunConfig
+from relax.faults import FaultPoints
 from relax.telemetry.run_folder import RunFolder, RunFolderError
 from relax.telemetry.time_split import TimeSplit
 from relax.telemetry.trace import Tracer
@@ -139,6 +140,7 @@ class RoleReporter:
         self.owner = f"{instance}-{context.rank.rank if context.rank else 0}"
         """Who this replica is in the bus; its successor takes the name over and fences it."""
         self._folder = RunFolder(run_folder_path(run))
+        self.faults = FaultPoints(run.fault_points, (role, instance, self.owner), self._folder.path)
         first = not context.rank or context.rank.rank == 0
         self.trace = Tracer(run.trace_share, role, instance if first else self.owner)
 

@@ -25,6 +25,8 @@ from bus.records import (
 )
 from relax.types import Purpose
 
+FORGOTTEN_KEPT = 16_384
+"""A call is repeated within its deadline: far fewer groups than this end meanwhile."""
 EVENTS = "events"
 SPACE = "space"
 
@@ -378,7 +380,14 @@ class Groups:
                 if group.is_train and group.tally is not None:
                     self._s.settled.update(group.tally)
                 del self._s.groups[group.spec.group_id]
+                self._remember(group)
             queue.popleft()
+
+    def _remember(self, group: Group) -> None:
+        forgotten = self._s.forgotten
+        forgotten[group.spec.group_id] = group.spec.attempt
+        if len(forgotten) > FORGOTTEN_KEPT:
+            del forgotten[next(iter(forgotten))]
 
     # -- events ------------------------------------------------------------------------------
 

@@ -173,7 +173,11 @@ class Leases:
             return PROMPTS in closed and not self._s.unproduced
         if task == "reward":
             return no_more_rows and not self._s.incomplete
-        return (no_more_rows or TRAINING in closed) and not self._s.open_train
+        if not (no_more_rows or TRAINING in closed):
+            return False
+        if task == "actor":  # what it holds itself is no more to come: the last step may be a smaller one
+            return all(self._s.groups[group_id].actor.lease_id is not None for group_id in self._s.open_train)
+        return not self._s.open_train
 
     # -- grants ------------------------------------------------------------------------------
 

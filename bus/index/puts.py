@@ -14,7 +14,18 @@ from bus.index.leases import Leases
 from bus.index.partitions import Partitions
 from bus.index.state import TRAINED, Garbage, Group, Member, Plan, PlannedFields, Row, State, StoredField
 from bus.index.tasks import TaskQueues
-from bus.records import PROMPTS, SAMPLES, TRAINING, AdmitHeader, Caller, PlannedRow, PutPlan, PutResult, RowHeader
+from bus.records import (
+    CLOSED,
+    PROMPTS,
+    SAMPLES,
+    TRAINING,
+    AdmitHeader,
+    Caller,
+    PlannedRow,
+    PutPlan,
+    PutResult,
+    RowHeader,
+)
 from relax.types import Purpose
 
 Allocate = Callable[[str], int]
@@ -97,7 +108,7 @@ class Puts:
             return ()
         row = self._s.rows.get(header.row_id)
         if row is None and SAMPLES in self._s.closed:
-            plan.refused.append((header.row_id, "closed"))
+            plan.refused.append((header.row_id, CLOSED))
             return ()
         return self._first_writes(row, header.row_id, header.fields, plan)
 
@@ -121,8 +132,11 @@ class Puts:
             if spec.group_id in self._s.trained_elsewhere:
                 plan.refused.append((spec.group_id, TRAINED))
                 return False
+            if spec.attempt <= self._s.forgotten.get(spec.group_id, -1):
+                plan.refused.append((spec.group_id, "terminal"))
+                return False
             if PROMPTS in self._s.closed or (TRAINING in self._s.closed and spec.purpose == Purpose.TRAIN):
-                plan.refused.append((spec.group_id, "closed"))
+                plan.refused.append((spec.group_id, CLOSED))
                 return False
             return True
         if group.fate is not None:
@@ -285,7 +299,7 @@ class Puts:
 
     def _count_refusals(self, plan: Plan, start: int = 0) -> None:
         for _, reason in plan.refused[start:]:
-            known = reason in ("digest", "terminal", "closed")
+            known = reason in ("digest", "terminal", CLOSED)
             self._s.counters[f"refused_{reason if known else 'settled'}"] += 1
 
 

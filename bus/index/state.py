@@ -265,6 +265,8 @@ class State:
     event_seq: int = 0
     events_acked: int = 0
     forgettable: deque[str] = field(default_factory=deque)
+    forgotten: dict[str, int] = field(default_factory=dict)
+    """Group id -> attempt of the last groups that were forgotten: an admission that comes late is not a new one."""
     woken: set[str] = field(default_factory=set)
 
     def lag(self, version: int) -> int:

@@ -90,6 +90,9 @@ def check(file: RunFile, *, check_port: bool = True, run_dir: Path | None = None
         report.warnings.append("DAPO without dynamic sampling: set rollout.filter.kind to accuracy_band")
     if file.run.faults:
         report.warnings.append(f"faults are injected: {', '.join(file.run.faults)}")
+    if file.run.fault_points:
+        points = (f"{fault.action} {fault.role} at {fault.point}" for fault in file.run.fault_points)
+        report.warnings.append(f"processes will fail: {', '.join(points)}")
     if problems:
         raise ConfigError(problems)
     return report

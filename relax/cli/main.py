@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from relax.cli import browse
+from relax.cli.chaos import chaos
 from relax.cli.debugging import add_debugging
 from relax.cli.options import FileArgument, RunDirArgument, SetOption
 from relax.config.file import load_run_file
@@ -213,6 +214,7 @@ def simulate(
     print(json.dumps(report) if as_json else as_table(report))
 
 
+app.command()(chaos)
 app.command()(browse.trace)
 app.command()(browse.samples)
 app.command()(browse.plot)

@@ -80,22 +80,27 @@ class ControlClient:
             raise ClusterError(f"POST {self.url}/api/v1/stop: {error or type(error).__name__}") from error
 
 
+@dataclass(frozen=True, slots=True)
+class LiveRun:
+    """A deployed run, for who looks on beside the watch, in a thread of its own, until `over` is set."""
+
+    control: ControlClient
+    ray: PrivateRay
+    run_dir: Path
+    over: threading.Event
+
+
+During = Callable[[LiveRun], None]
+
+
 def run_file(path: Path, overrides: Sequence[str], *, overwrite: bool, address: str | None) -> int:
     """Check and run a file, print what comes of it, and return the exit code of `relax run`."""
-    from relax.cli.check import check
-
     console = Console()
     end_by_signal()
     try:
         file = load_run_file(path, overrides)
-        run_dir = Path(os.environ.get("RELAX_HOME", os.getcwd())) / Path(file.run.run_dir).expanduser()
-        report = check(file, check_port=address is not None, run_dir=run_dir)
-        for warning in report.warnings:
-            console.print(f"warning: {warning}", style="yellow", markup=False)
-        prepare_run_dir(run_dir, overwrite=overwrite)
-        outcome = deploy_and_watch(
-            file, run_dir, dashboard_url=address, token=os.environ.get("RAY_AUTH_TOKEN"), console=console
-        )
+        run_dir = run_dir_of(file)
+        outcome = run_and_watch(file, run_dir, overwrite=overwrite, console=console, address=address)
     except RelaxError as error:
         return fail(console, error)
     except KeyboardInterrupt:
@@ -110,6 +115,31 @@ def end_by_signal() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
+
+
+def run_dir_of(file: RunFile) -> Path:
+    """Relative run folders hang under RELAX_HOME, else under the present folder."""
+    return Path(os.environ.get("RELAX_HOME", os.getcwd())) / Path(file.run.run_dir).expanduser()
+
+
+def run_and_watch(
+    file: RunFile,
+    run_dir: Path,
+    *,
+    overwrite: bool,
+    console: Console,
+    address: str | None = None,
+    during: During | None = None,
+) -> Outcome:
+    """Check the file, run it to its end, and take everything down. `during`: see `LiveRun`; on a private Ray only."""
+    from relax.cli.check import check
+
+    report = check(file, check_port=address is not None, run_dir=run_dir)
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False)
+    prepare_run_dir(run_dir, overwrite=overwrite)
+    token = os.environ.get("RAY_AUTH_TOKEN")
+    return deploy_and_watch(file, run_dir, dashboard_url=address, token=token, console=console, during=during)
 
 
 def prepare_run_dir(run_dir: Path, *, overwrite: bool) -> None:
@@ -148,6 +178,7 @@ def deploy_and_watch(
     token: str | None,
     console: Console,
     keep_port: bool = False,
+    during: During | None = None,
 ) -> Outcome:
     """Start, watch until the run has ended, and take everything down again."""
     private: PrivateRay | None = None
@@ -174,8 +205,10 @@ def deploy_and_watch(
         )
         console.print(f"Deploying the services; API at {control.url}/docs", style="dim")
         dashboard.deploy(document)
-        outcome = watch(control, dashboard, file, console)
-        return outcome
+        if during is None or private is None:
+            return watch(control, dashboard, file, console)
+        with looking_on(during, LiveRun(control, private, run_dir, threading.Event())):
+            return watch(control, dashboard, file, console)
     finally:
         with uninterrupted():
             if control is not None:
@@ -197,6 +230,31 @@ def guard_over(file: RunFile, run_dir: Path) -> Guard:
     guard.record_log(run_dir / "logs" / "guardian.log")
     guard.record_shared_memory(Path(file.dcs.shm_dir), f"relax-{file.run.name}-", run_dir / STATE_FILE)
     return guard
+
+
+LOOK_DEADLINE_S = 30.0
+
+
+@contextlib.contextmanager
+def looking_on(during: During, live: LiveRun) -> Iterator[None]:
+    """`during` beside the body, until it is through. What it raises is raised here, at the end of the body."""
+    raised: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            during(live)
+        except BaseException as error:  # the border of the thread: passed on
+            raised.append(error)
+
+    thread = threading.Thread(target=look, name="during", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        live.over.set()
+        thread.join(LOOK_DEADLINE_S)
+    if raised:
+        raise raised[0]
 
 
 @contextlib.contextmanager

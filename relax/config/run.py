@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from relax.config.base import StrictModel
+from relax.config.faults import FaultPoint
 from relax.config.simulation import SimulationConfig
 
 
@@ -127,6 +128,8 @@ class RunConfig(StrictModel):
     sample costs its engine's process about 16 us."""
     faults: tuple[Fault, ...] = ()
     """Faults to inject, for tests of the safeguards. Empty in any real run."""
+    fault_points: tuple[FaultPoint, ...] = ()
+    """Processes that fail at named points, each once. `relax chaos` sets them; empty in any real run."""
 
     @property
     def generates(self) -> bool:

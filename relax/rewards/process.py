@@ -79,6 +79,8 @@ class WorkerProcess:
     async def send_bytes(self, frame: bytes) -> None:
         stdin = self._process.stdin
         assert stdin is not None
+        if stdin.is_closing():  # it died while it had nothing to do; uvloop refuses a write then
+            raise WorkerDied(await self._how_it_ended())
         try:
             stdin.write(frame)
             await stdin.drain()

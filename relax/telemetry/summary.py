@@ -17,6 +17,8 @@ LAST_SHARE = 0.05
 WARM_UP_SHARE = 0.2
 """Left out of the overhead: compilation, caches and the first weight exchange happen there."""
 OVERHEAD_WINDOW = 10
+RESTARTED, UNSAVED = "replicas restarted unasked", "checkpoints not saved"
+"""How these two sentences of `check_expectations` begin: injected faults explain them."""
 RESAMPLES = 10_000
 
 
@@ -148,11 +150,11 @@ def check_expectations(summary: Mapping[str, Json], expect: ExpectConfig) -> lis
             f"{summary['trained']} trained + {summary['dropped']} dropped + {summary['queued']} queued"
         )
     if summary["restarts_unasked"] != 0:
-        problems.append(f"replicas restarted unasked: {summary['restarts_unasked']}")
+        problems.append(f"{RESTARTED}: {summary['restarts_unasked']}")
     if not summary["digest_ok"]:
         problems.append("an engine's weight digest differs from the trainer's, or no engine reported one")
     if summary["checkpoints_failed"] != 0:
-        problems.append(f"checkpoints not saved: {summary['checkpoints_failed']}; {summary['checkpoint_error']}")
+        problems.append(f"{UNSAVED}: {summary['checkpoints_failed']}; {summary['checkpoint_error']}")
     if summary["dumps_failed"] != 0:
         problems.append(f"dumps not written: {summary['dumps_failed']}; {summary['dump_error']}")
     for key, bound, at_least in (

@@ -28,10 +28,13 @@ import numpy as np
 import numpy.typing as npt
 import ray
 import torch
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import RayServeException
 
 from bus.client import BusClient
-from bus.errors import BusTimeout, BusUnavailable
+from bus.errors import BusTimeout, BusUnavailable, LeaseLost
 from bus.records import AckResult, Caller, Closed, Empty, Lease, LeaseRequest, TrainedStep
+from relax.config.faults import Point
 from relax.config.sections import ActorArgs
 from relax.control.admission import hold_below
 from relax.control.judge import constant_reward_warning
@@ -47,6 +50,7 @@ from relax.weights.space import NoSpace
 from relax.weights.store import WeightStore
 from services import names
 from services.actor.batch import StepSamples, actor_fields, in_order, train_rows
+from services.actor.committing import commit_step, hold_on
 from services.actor.dumping import StepDumper
 from services.actor.keeping import SAVE_DEADLINE_S, StateKeeper
 from services.actor.trace import StepTrace
@@ -54,7 +58,7 @@ from services.bus_link import BUS_TIMEOUTS, BusLink
 from services.consume import LONG_POLL_S
 from services.dcs.api import PublishedVersion, PublishTicket, SavedState
 from services.rollout.api import ActorState
-from services.runtime import RoleReporter, ServiceUnavailable, call, call_when_up
+from services.runtime import START_DEADLINE_S, RoleReporter, ServiceUnavailable, call, call_when_up
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
@@ -155,6 +159,9 @@ class TrainingLoop:
                 except BusUnavailable:
                     self._rejoin(here)
                     continue
+                except LeaseLost as error:  # before the step was taken: its groups come again
+                    logger.warning("step %d is discarded: %s", self.step + 1, error)
+                    continue
                 if not trained:
                     break
         except TrainingStopped:
@@ -241,9 +248,11 @@ class TrainingLoop:
         logger.warning("the actor goes on from its state after step %d in %s", self.step, saved.folder)
 
     def _rejoin(self, lost: Caller) -> None:
-        """The next bus. Rows that were to be trained again went with the old one, and are made anew by the policy that
-        we have now."""
         self.wait(self.link.rejoin(lost), REJOIN_DEADLINE_S)
+        self._go_on_in_another_bus()
+
+    def _go_on_in_another_bus(self) -> None:
+        """Rows that were to be trained again went with the old one, and are made anew by the policy as it is now."""
         if self.step < self.published.step:
             self._go_on(self.published, self.published.version)
             self.wait(self.link.until_done(self._tell_version), REJOIN_DEADLINE_S)
@@ -310,6 +319,7 @@ class TrainingLoop:
         record = self._last_record = self._record(opened.samples, outcome, newest, time.monotonic() - begin)
         if self.args.actor.snapshot_every and self.step % self.args.actor.snapshot_every == 0:
             self.keeper.take(self.step, self._meta(record))
+        self.reporter.faults.passing(Point.AFTER_SNAPSHOT)
         opened.trace.trained()
         if version is not None:
             publish_begin = time.monotonic()
@@ -317,6 +327,7 @@ class TrainingLoop:
             record["publish_s"] = time.monotonic() - publish_begin
         else:
             self.reporter.count("steps_trained_again")
+        self.reporter.faults.passing(Point.BEFORE_COMMIT)
         committed = self._commit([lease.lease_id for lease in opened.leases])
         opened.trace.published(int(newest))
         self._warn_of_constant_rewards(opened.samples)
@@ -337,18 +348,16 @@ class TrainingLoop:
         }
 
     def _commit(self, lease_ids: list[str]) -> AckResult:
-        """Repeated when no answer came: the bus knows a step that it has committed."""
-        while True:
-            here = self.bus.caller
-            try:
-                return self.wait(self.bus.commit_step(self.history[-1], lease_ids))
-            except BusTimeout:
-                self.reporter.count("commits_repeated")
-                if self.reporter.stopped.is_set():
-                    raise TrainingStopped from None
-            except BusUnavailable:
-                self._rejoin(here)
-                return AckResult(len(self.history[-1].groups))
+        """Of the step that was just taken."""
+        here = self.bus.caller
+        commit = commit_step(self.bus, self.link, self.reporter, self.history[-1], lease_ids)
+        try:
+            committed = self.wait(commit, REJOIN_DEADLINE_S)
+        except BusTimeout:
+            raise TrainingStopped from None
+        if self.bus.caller != here:
+            self._go_on_in_another_bus()
+        return committed
 
     def _supply(self, groups: int, opened: OpenStep) -> Iterator[list[TrainRow]]:
         """The rows of `groups` groups as they become ready. Ends early only when the data has ended."""
@@ -361,6 +370,7 @@ class TrainingLoop:
             if lease is None:
                 break
             opened.add(lease, self.version)
+            self.reporter.faults.passing(Point.AFTER_LEASE)
             remaining -= len(lease.groups)
             rows = train_rows(lease, actor.algorithm)
             if run.deterministic:
@@ -368,6 +378,7 @@ class TrainingLoop:
             else:
                 yield rows  # the step computes between two of these
             self.reporter.count("rows", len(lease.rows))
+        self.wait(hold_on(self.bus, self.reporter, [lease.lease_id for lease in opened.leases]), REJOIN_DEADLINE_S)
         if together:
             yield [row for _, row in sorted(together, key=itemgetter(0))]
 
@@ -417,13 +428,23 @@ class TrainingLoop:
     def _publish(self, version: PolicyVersion) -> None:
         dtype = getattr(torch, self.args.actor.publish_dtype)
         tensors = [(name, tensor.to(dtype)) for name, tensor in self.backend.state_tensors()]
-        staged = self._store.stage(version, self.step, tensors, self._bucket_bytes)
         tokens = torch.from_numpy(self._probe)
         logprobs, _ = self.backend.logprobs(
             tokens, torch.ones_like(tokens, dtype=torch.bool), torch.ones(len(tokens), dtype=torch.float32)
         )
         probe = {"tokens": self._probe.tolist(), "logprobs": logprobs.tolist()}
-        self.wait(call(names.DCS, "commit_publish", staged.folder.name, probe))
+        while True:
+            staged = self._store.stage(version, self.step, tensors, self._bucket_bytes)
+            self.reporter.faults.passing(Point.MID_PUBLISH)
+            try:
+                self.wait(call(names.DCS, "commit_publish", staged.folder.name, probe))
+                break
+            except (RayActorError, RayServeException, ServiceUnavailable) as error:
+                logger.warning("version %d: no answer from dcs: %s", version, error)
+            self.reporter.count("publications_repeated")
+            newest = self.wait(call_when_up(names.DCS, "wait_newer", -1, 0.0), START_DEADLINE_S)
+            if newest is not None and newest.version >= version:  # the answer was lost, not the weights
+                break
         self.published = Published(version, self.step)
         self.reporter.facts["version"] = int(version)
         self.reporter.count("publications")

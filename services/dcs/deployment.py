@@ -15,6 +15,7 @@ from ray import serve
 
 from relax.checkpoint.snapshot import copy_snapshot, newest_snapshot, read_snapshot
 from relax.checkpoint.store import CheckpointStore
+from relax.config.faults import Point
 from relax.config.sections import DcsArgs
 from relax.telemetry.time_split import WORK
 from relax.types import PolicyVersion, RelaxError
@@ -131,6 +132,7 @@ class Dcs:
 
         def commit() -> PublishedVersion:
             manifest = self.weights.commit(self.weights.staged(staging), faults=self.args.run.faults)
+            self.reporter.faults.passing(Point.DCS_MID_PUBLISH)
             version = PolicyVersion(manifest.version)
             if version == 0:
                 self._keep_reference()
@@ -211,9 +213,12 @@ class Dcs:
         if snapshot is None or snapshot.step != step:
             raise RelaxError(f"{self.snapshots / buffer} holds no snapshot of step {step}")
         meta = {**snapshot.meta, "ledger": position}
-        manifest = self.checkpoints.save(
-            step, lambda folder: copy_snapshot(snapshot, folder), meta, expected_bytes=snapshot.n_bytes
-        )
+
+        def write(folder: Path) -> None:
+            copy_snapshot(snapshot, folder)
+            self.reporter.faults.passing(Point.MID_SAVE)
+
+        manifest = self.checkpoints.save(step, write, meta, expected_bytes=snapshot.n_bytes)
         return SavedState(step, str(self.checkpoints.folder(manifest)), meta)
 
     async def newest_state(self) -> SavedState | None:

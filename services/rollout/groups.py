@@ -12,13 +12,25 @@ import asyncio
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bus.client import BusClient
-from bus.errors import BusTimeout, BusUnavailable
-from bus.records import DEAD_LETTER, TRAINING, Caller, Event, EventKind, GroupAdmission, Rollback, Verdict, VerdictKind
+from bus.errors import BusError, BusTimeout, BusUnavailable
+from bus.records import (
+    CLOSED,
+    DEAD_LETTER,
+    TRAINING,
+    Caller,
+    Event,
+    EventKind,
+    GroupAdmission,
+    Rollback,
+    Verdict,
+    VerdictKind,
+)
+from relax.config.faults import Point
 from relax.config.sections import RolloutArgs
 from relax.control.admission import AdmissionState, Limits
 from relax.control.judge import FilterStreak, Member, NoSignal, judge_group
@@ -27,17 +39,18 @@ from relax.data.source import PromptSource
 from relax.plugins import load_function
 from relax.telemetry.time_split import WAIT_DATA, WORK
 from relax.types import GroupId, PolicyVersion, Prompt, Purpose
-from services import names
 from services.bus_link import BUS_TIMEOUTS, BusLink
 from services.rollout.api import ActorState
 from services.rollout.ledger import AdmissionEntry, EventPosition, Ledger, Terminal, TerminalState
-from services.runtime import RoleReporter, call
+from services.runtime import RoleReporter
 
 logger = logging.getLogger("ray.serve")
 
 LONG_POLL_S = 2.0
 PUT_DEADLINE_S = 60.0
 DROP_CHECK_S = 0.5
+RenewBus = Callable[[str, str], Awaitable[None]]
+"""Asks the owner of the bus for an empty one in the place of that of an epoch, for a reason; it comes later."""
 
 
 @dataclass(slots=True)
@@ -51,7 +64,16 @@ class _Changes:
 class GroupKeeper:
     """Owns ledger, source and admission; the only writer of all three."""
 
-    def __init__(self, args: RolloutArgs, ledger: Ledger, source: PromptSource, bus: BusClient, reporter: RoleReporter):
+    def __init__(
+        self,
+        args: RolloutArgs,
+        ledger: Ledger,
+        source: PromptSource,
+        bus: BusClient,
+        reporter: RoleReporter,
+        renew_bus: RenewBus,
+    ):
+        self._renew_bus = renew_bus
         self.args, self.ledger, self.source, self.bus, self.reporter = args, ledger, source, bus, reporter
         self.link = BusLink(bus, reporter, self._refill)
         counts = ledger.counts()
@@ -86,6 +108,8 @@ class GroupKeeper:
         self._closed: list[str] = []
         self._waiting: deque[AdmissionEntry] = deque()
         """Open groups that the bus does not have."""
+        self._epoch: int | None = None
+        """Of the last prompt that was admitted here."""
         cursor = ledger.last_cursor()
         if cursor is not None:
             source.load_state_dict(cursor)
@@ -105,6 +129,8 @@ class GroupKeeper:
         self.on_loss()
         async with self._applying:
             await self._tell_and_readmit()
+            if self._waiting:  # what was closed is open again until they are in, and have ended
+                self._closed.clear()
             for topic in self._closed:
                 await self.bus.close_topic(topic)
 
@@ -175,7 +201,7 @@ class GroupKeeper:
         kept = await self.bus.rollback(back)
         if not kept:
             reason = f"rows of steps after {lineage.through_step}, which are to be trained again, are gone"
-            await call(names.CONTROLLER, "renew_bus", here.epoch, reason)
+            await self._renew_bus(here.epoch, reason)
             raise BusUnavailable(reason)
 
     async def close(self, topic: str) -> None:
@@ -208,6 +234,8 @@ class GroupKeeper:
                 again = await asyncio.to_thread(self.ledger.readmit, again, self.admission.version)
             if new:
                 await asyncio.to_thread(self.ledger.admit, new)
+                if self._enters_epoch(new):
+                    self.reporter.faults.passing(Point.EPOCH_BORDER)
         if again or new:
             await self.link.until_done(lambda: self._put([*again, *new], here))
             self.reporter.count("groups_readmitted", len(again))
@@ -245,6 +273,10 @@ class GroupKeeper:
             self.next_seq += 1
         return entries
 
+    def _enters_epoch(self, entries: Sequence[AdmissionEntry]) -> bool:
+        before, self._epoch = self._epoch, entries[-1].prompt["epoch"]
+        return before is not None and before != self._epoch
+
     def _next_prompt(self) -> Prompt | None:
         """The next one that no earlier epoch found too easy; None at the end of the source."""
         try:
@@ -268,7 +300,7 @@ class GroupKeeper:
     async def _put(self, entries: Sequence[AdmissionEntry], here: Caller) -> None:
         if self.bus.caller != here:
             return
-        await self.bus.admit(
+        result = await self.bus.admit(
             [
                 GroupAdmission(
                     group_id=entry.group_id,
@@ -284,6 +316,9 @@ class GroupKeeper:
             ],
             deadline_s=PUT_DEADLINE_S,
         )
+        shut_out = [group_id for group_id, fate in result.settled if fate == CLOSED]
+        if shut_out:
+            raise BusError(f"{len(shut_out)} groups were admitted after the bus was closed to them: {shut_out[:3]}")
 
     # ------------------------------------------------------------------ events
 
@@ -329,6 +364,7 @@ class GroupKeeper:
                     self._read(event, changes)
             if changes.verdicts:
                 await self.bus.judge(changes.verdicts, caller=caller)
+                self.reporter.faults.passing(Point.BEFORE_ACK)
             position = EventPosition(caller.epoch, events[-1].seq)
             await asyncio.to_thread(self.ledger.record, changes.ended, position)
             self._forget_waiting(changes.ended)

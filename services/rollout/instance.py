@@ -19,6 +19,7 @@ from ray import serve
 from bus.client import BusClient
 from bus.errors import BusTimeout, BusUnavailable, LeaseLost
 from bus.records import Closed, Empty, GroupInfo, Lease, LeaseRequest, Row
+from relax.config.faults import Point
 from relax.config.sections import RolloutArgs
 from relax.data.models import ensure_model
 from relax.data.tokenizer import Tokenizer
@@ -194,6 +195,7 @@ class RolloutInstance:
             self.reporter.facts["adoption_error"] = str(error)
             logger.error("%s: version %d not adopted: %s", self.app, version, error)
             raise
+        self.reporter.faults.passing(Point.MID_ADOPT)
         seconds = time.monotonic() - begin
         self.reporter.trace.add("adopt", begin_wall_s, time.time(), version=int(report.version))
         self.version = report.version
@@ -309,8 +311,10 @@ class RolloutInstance:
 
         try:
             async with holding(self.bus, lease):
+                self.reporter.faults.passing(Point.AFTER_LEASE)
                 with self.reporter.time_split.book(WORK):
                     await asyncio.gather(*(member(group, k) for group in lease.groups for k in group.missing))
+                self.reporter.faults.passing(Point.BEFORE_ACK)
         except (LeaseLost, BusTimeout, BusUnavailable):  # what it held is leased again, by whoever is ready
             self.reporter.count("leases_lost")
         except Exception as error:  # the supervisor border of this lease: the replica is told unhealthy

@@ -23,9 +23,13 @@ from services.rollout.instances import InstancePool
 from services.rollout.ledger import Ledger
 from services.rollout.recorded import RecordedFeeder
 from services.rollout.validation import Validation
-from services.runtime import START_DEADLINE_S, RoleReporter, run_folder_path
+from services.runtime import START_DEADLINE_S, RoleReporter, call, run_folder_path
 
 logger = logging.getLogger("ray.serve")
+
+
+async def renew_bus(epoch: str, reason: str) -> None:
+    await call(names.CONTROLLER, "renew_bus", epoch, reason)
 
 
 @serve.deployment(
@@ -61,7 +65,7 @@ class RolloutManager:
         self.bus = await BusClient.connect(
             info.bus, owner=self.reporter.owner, role=names.ROLLOUT, config=args.run.bus, deadline_s=60.0
         )
-        self.groups = GroupKeeper(args, self.ledger, source, self.bus, self.reporter)
+        self.groups = GroupKeeper(args, self.ledger, source, self.bus, self.reporter, renew_bus)
         self.instances = InstancePool(args, self.reporter)
         self.validation = Validation(
             args.rollout.eval, self.eval_prompts, self.instances.evaluators, self.groups, self.bus, self.reporter

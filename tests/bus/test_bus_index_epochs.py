@@ -87,3 +87,19 @@ def test_a_reply_never_ends_within_a_step(monkeypatch) -> None:  # type: ignore[
     assert [e.group_id for e in first] == ["g0", "g1", "g2", "g3", "g4"]
     assert [e.group_id for e in d.events(after=first[-1].seq)] == ["h"]
     assert isinstance(d.index, Index)
+
+
+def test_an_admission_that_comes_when_its_group_has_ended_and_is_forgotten_is_not_a_new_one() -> None:
+    """behaviour: B12
+
+    Its answer was lost, and by the time it is repeated the group is trained, recorded and collected.
+    """
+    d = Driver()
+    d.ready_group("g0", 0)
+    d.ack("actor", d.granted("actor").lease_id, step=1)
+    d.index.gc(d.callers["actor"], 1, d.now)
+    d.events(after=d.events()[-1].seq)
+    assert "g0" not in d.index.state.groups
+    assert d.admit("g0", 0).refused == (("g0", "terminal"),)
+    assert isinstance(d.lease("rollout"), Empty)
+    assert d.admit("g0", 0, attempt=2).stored == 1, "a further attempt is meant"

@@ -404,6 +404,22 @@ def test_closed_is_another_answer_than_empty() -> None:
     assert d.admit("g1", 1).refused == (("g1", "closed"),)
 
 
+def test_the_trainer_does_not_wait_for_groups_that_it_holds_itself() -> None:
+    """behaviour: B12 B17
+
+    The last step of a finite source is a smaller one.
+    """
+    d = Driver()
+    d.ready_group("g0", 0)
+    d.ready_group("g1", 1)
+    d.index.close_topic(d.callers["manager"], TRAINING, d.now)
+    held = d.granted("actor", max_items=1)
+    assert isinstance(d.granted("actor", max_items=1), Grant)
+    assert d.lease("actor") == Closed("actor")
+    d.index.release(d.callers["actor"], held.lease_id, None, "failed", d.now)
+    assert isinstance(d.lease("actor"), Grant), "what was handed back comes again"
+
+
 def test_training_can_be_closed_while_evaluations_go_on() -> None:
     """behaviour: B17"""
     d = Driver()

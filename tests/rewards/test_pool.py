@@ -367,3 +367,25 @@ def gone(pid: int) -> bool:
     except (psutil.NoSuchProcess, psutil.TimeoutExpired):
         pass
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_worker_that_died_with_nothing_to_do_is_replaced_under_serves_event_loop_too(tmp_path: Path) -> None:
+    """behaviour: B19"""
+    uvloop = pytest.importorskip("uvloop")
+    (tmp_path / "own.py").write_text(OWN)
+    config = RewardConfig.model_validate({"parts": [{"name": "own.py:f"}], "workers": 1})
+
+    async def work() -> RewardState:
+        async with RewardPool(config, max_response_tokens=8, base=tmp_path) as pool:
+            [pid] = pool.worker_pids
+            os.kill(pid, signal.SIGSEGV)
+            [worker] = pool._workers
+            async with asyncio.timeout(60):
+                await worker._process.wait()
+                return (await pool.score(ask("print"))).state
+
+    loop = uvloop.new_event_loop()
+    try:
+        assert loop.run_until_complete(work()) is RewardState.OK
+    finally:
+        loop.close()
