@@ -119,7 +119,6 @@ class TrainingLoop:
         self.skipped_in_a_row = 0
         self.lags: Counter[int] = Counter()
         self._last_record: dict[str, float] = {}
-        self._report: Any = None
         self._fields = actor_fields(args.actor.algorithm)
         self._probe = probe
 
@@ -160,7 +159,7 @@ class TrainingLoop:
             self.keeper.finish()
             if self.args.actor.export:
                 self.backend.export(self.export_folder)
-        self._finish_report()
+        self.wait(self.reporter.told(), REJOIN_DEADLINE_S)
         self.wait(self._until_recorded(), REJOIN_DEADLINE_S)
         self.reporter.state, self.reporter.waiting_for = "done", ""
 
@@ -398,13 +397,7 @@ class TrainingLoop:
 
     def _send(self, record: dict[str, float]) -> None:
         self.reporter.facts["lag_histogram"] = {str(lag): count for lag, count in sorted(self.lags.items())}
-        self._finish_report()
-        self._report = asyncio.run_coroutine_threadsafe(call(names.CONTROLLER, "report_step", record), self.loop)
-
-    def _finish_report(self) -> None:
-        if self._report is not None:
-            self._report.result(60.0)
-            self._report = None
+        self.loop.call_soon_threadsafe(self.reporter.tell, "report_step", record)
 
 
 def _timed(record: dict[str, float], samples: StepSamples, step_s: float) -> dict[str, float]:
