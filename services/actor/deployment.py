@@ -7,8 +7,10 @@ import threading
 from pathlib import Path
 
 from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from bus.client import BusClient
+from bus.errors import BusTimeout, BusUnavailable
 from relax.config.sections import ActorArgs
 from relax.data.models import ensure_model
 from relax.data.source import build_source
@@ -21,7 +23,11 @@ from services import names
 from services.actor.dumping import StepDumper
 from services.actor.loop import TrainingLoop
 from services.actor.probe import probe_tokens
-from services.runtime import RoleReporter, call_when_up, limit_threads, run_folder_path
+from services.runtime import RoleReporter, ServiceUnavailable, call_when_up, limit_threads, run_folder_path
+
+TRANSIENT = (ServiceUnavailable, RayServeException, BusTimeout, BusUnavailable)
+"""Another service was away for too long: the next actor goes on from the newest state. Any other error would come
+again, and ends the run."""
 
 
 @serve.deployment(
@@ -93,7 +99,8 @@ class Actor:
             self.training.run()
         except BaseException as error:  # the supervisor border of the training thread
             self.reporter.fail(error)
-            self.reporter.end_run(f"training failed: {error}")
+            if not isinstance(error, TRANSIENT):
+                self.reporter.end_run(f"training failed: {error}")
 
     async def check_health(self) -> None:
         self.reporter.check()

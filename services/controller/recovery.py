@@ -51,7 +51,7 @@ class Bus(Protocol):
 
 @dataclass(slots=True)
 class Pending:
-    """An operation on one replica, until its successor is up. `done_at`: monotonic, when the action was carried out."""
+    """An operation on one replica, until its successor is up. `done_at`: the tick when the action was carried out."""
 
     operation: str
     finding: Finding
@@ -80,6 +80,7 @@ class Recovery:
         self._proving: dict[str, float] = {}
         """Replica -> when it had recovered."""
         self._global: asyncio.Task[None] | None = None
+        self._now = time.monotonic()
         self._serve: dict[str, serve_apps.AppState] = {}
         self._serve_asked_at = -SERVE_POLL_S
 
@@ -92,6 +93,7 @@ class Recovery:
 
     async def step(self, now: float) -> None:
         """Once per tick; `now`: monotonic. Long work goes on in tasks."""
+        self._now = now
         if self.in_global_recovery():
             return
         if self._global is not None:
@@ -243,7 +245,7 @@ class Recovery:
             await asyncio.sleep(max(0.0, not_before_s - time.time()))
             await self.log.start(pending.operation)
             await self._act_now(pending)
-            pending.done_at = time.monotonic()
+            pending.done_at = self._now
         except (RelaxError, RayError, OSError) as error:
             await self._drop(pending, f"{type(error).__name__}: {error}")
 
@@ -320,6 +322,9 @@ class Recovery:
         return beat.replica_id != finding.replica_id and beat.state not in NOT_UP and heard
 
     async def _serve_state(self, finding: Finding, now: float) -> serve_apps.AppState | None:
+        """None where Serve says nothing, and of instances, which their manager watches."""
+        if finding.role in (names.INSTANCE, names.EVALUATOR):
+            return None
         if now - self._serve_asked_at >= SERVE_POLL_S:
             self._serve_asked_at = now
             try:
@@ -420,8 +425,7 @@ class Recovery:
                 account = self.book.replicas[instance]
                 finding = Finding(account.beat.role, instance, "", Fault.DEPLOY_FAILED, "")
                 state = await self._serve_state(finding, time.monotonic())
-                engine = account.beat.role in (names.INSTANCE, names.EVALUATOR)
-                if state is not None and state.status == serve_apps.DEPLOY_FAILED and not engine:
+                if state is not None and state.status == serve_apps.DEPLOY_FAILED:
                     redeployed.add(instance)
                     await self.log.step(operation, f"redeploy {instance}", state.message)
                     await asyncio.to_thread(serve_apps.redeploy, account.beat.app, operation, SERVE_DEADLINE_S)

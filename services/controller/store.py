@@ -135,7 +135,7 @@ class Store:
     def replicas(self) -> list[ReplicaRow]:
         with self._lock:
             rows = self._db.execute("SELECT * FROM replicas").fetchall()
-        return [ReplicaRow(*row[:7], json.loads(row[7])) for row in rows]
+        return [ReplicaRow(*facts, account=json.loads(account)) for *facts, account in rows]  # type: ignore[misc]
 
     def begin_life(self, **values: Json) -> None:
         """The run begins on another cluster: its processes are other ones. The log stays."""
