@@ -133,29 +133,30 @@ def _slow_s(replica: ReplicaHealth, config: RecoveryConfig) -> float:
     return config.slow_factor * replica.median_s
 
 
+MIN_WORK = 0.1
+"""Requests that must have run on average, for a rate to be believed."""
+
+
 @dataclass(slots=True)
 class Throughput:
-    """Tokens and running requests of one instance over the last `window_s`."""
+    """Tokens and request-seconds (a request that runs for a second) of one instance over the last `window_s`."""
 
     _seen: deque[tuple[float, float, float]] = field(default_factory=deque)
-    """(time, tokens since its start, seconds x running requests since then)"""
-    _busy: float = 0.0
 
-    def observe(self, now_s: float, tokens: float, running: float, window_s: float) -> None:
-        if self._seen:
-            self._busy += running * (now_s - self._seen[-1][0])
-        self._seen.append((now_s, tokens, self._busy))
+    def observe(self, now_s: float, tokens: float, request_s: float, window_s: float) -> None:
+        """Both since the start of the instance."""
+        self._seen.append((now_s, tokens, request_s))
         while len(self._seen) > 2 and now_s - self._seen[1][0] >= window_s:
             self._seen.popleft()
 
     def rate(self, window_s: float) -> float | None:
-        """tokens/s of one running request; None before the window is full, or without any work in it."""
+        """tokens/s of one running request; None before the window is full, or with hardly any work in it."""
         if len(self._seen) < 2:
             return None
-        (begin, first, busy_before), (end, last, busy) = self._seen[0], self._seen[-1]
-        if end - begin < window_s or busy <= busy_before:
+        (begin, first, before), (end, last, since) = self._seen[0], self._seen[-1]
+        if end - begin < window_s or since - before < MIN_WORK * window_s:
             return None
-        return (last - first) / (busy - busy_before)
+        return (last - first) / (since - before)
 
 
 def find_stragglers(rates: Mapping[str, float | None], factor: float) -> dict[str, float]:

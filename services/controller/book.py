@@ -88,8 +88,8 @@ class ReplicaAccount:
         else:
             self.times.works(now)
         if self.beat.role == names.INSTANCE:
-            tokens, running = self.beat.counters.get("tokens", 0.0), float(self.beat.facts.get("running", 0.0))
-            self.throughput.observe(now, tokens, running, straggler_window_s)
+            tokens, request_s = self.beat.counters.get("tokens", 0.0), float(self.beat.facts.get("request_s", 0.0))
+            self.throughput.observe(now, tokens, request_s, straggler_window_s)
 
     def health(self, now: float, alive: Callable[[Heartbeat], bool]) -> ReplicaHealth:
         beat = self.beat

@@ -122,6 +122,7 @@ class RolloutInstance:
         self.version = NO_VERSION
         self.adopted = asyncio.Event()
         self.running_samples = 0
+        self._request_s, self._counted_at = 0.0, time.monotonic()
         self.freed = asyncio.Event()
         self.draining = False
         self._leases_no_more = asyncio.Event()
@@ -139,6 +140,8 @@ class RolloutInstance:
 
     def _refresh_facts(self) -> None:
         engine = self.engine.status()
+        self._run_more(0)
+        self.reporter.facts["request_s"] = self._request_s
         self.reporter.facts.update(
             busy_s=engine.busy_s, running=engine.running, waiting=engine.waiting, swap_stall_s=engine.swap_stall_s
         )
@@ -308,10 +311,16 @@ class RolloutInstance:
 
     def _start(self, lease: Lease) -> None:
         samples = sum(len(group.missing) for group in lease.groups)
-        self.running_samples += samples
+        self._run_more(samples)
         task = asyncio.create_task(self._run_lease(lease, samples))
         self._groups.add(task)
         task.add_done_callback(self._groups.discard)
+
+    def _run_more(self, samples: int) -> None:
+        """So many more run now, or fewer; their time adds up."""
+        now = time.monotonic()
+        self._request_s += self.running_samples * (now - self._counted_at)
+        self.running_samples, self._counted_at = self.running_samples + samples, now
 
     async def _run_lease(self, lease: Lease, samples: int) -> None:
         left = samples
@@ -323,7 +332,7 @@ class RolloutInstance:
                 await self._sample(lease.lease_id, group, self._item(group, *prompts[group.group_id], k))
             finally:
                 left -= 1
-                self.running_samples -= 1
+                self._run_more(-1)
                 self.freed.set()
 
         try:
@@ -336,7 +345,7 @@ class RolloutInstance:
             if not self.reporter.stopped.is_set():
                 self.reporter.fail(error)
         finally:
-            self.running_samples -= left
+            self._run_more(-left)
             self.freed.set()
 
     async def _sample(self, lease_id: str, group: GroupInfo, item: DataItem) -> None:

@@ -90,13 +90,13 @@ def test_throughput_is_by_running_request_and_needs_a_full_window_of_work() -> N
     """behaviour: B18"""
     busy, half, idle = Throughput(), Throughput(), Throughput()
     for second in range(11):
-        busy.observe(float(second), 80.0 * second, 8.0, 10.0)
-        half.observe(float(second), 40.0 * second, 4.0, 10.0)
-        idle.observe(float(second), 0.0, 0.0, 10.0)
+        busy.observe(float(second), 80.0 * second, 8.0 * second, 10.0)
+        half.observe(float(second), 40.0 * second, 4.0 * second, 10.0)
+        idle.observe(float(second), 0.1 * second, 0.01 * second, 10.0)
         if second < 10:
             assert busy.rate(10.0) is None
     assert busy.rate(10.0) == half.rate(10.0) == 10.0, "fewer requests are no slowness"
     assert idle.rate(10.0) is None
     for second in range(11, 30):
-        busy.observe(float(second), 800.0, 8.0, 10.0)
+        busy.observe(float(second), 800.0, 8.0 * second, 10.0)
     assert busy.rate(10.0) == 0.0

@@ -179,7 +179,7 @@ async def test_a_dead_process_is_left_to_serve_and_redeployed_when_serve_does_no
     run.beat(app="the-app")
     run.processes["reward"].kill()
     run.processes["reward"].wait()
-    await run.until(lambda: bool(run.operations("wait")) and run.operations("wait")[0].steps != ())
+    await run.until(lambda: any(pending.done_at is not None for pending in run.recovery._pending.values()))
     assert not redeployed
     run.now += 101.0
     run.beat()
@@ -294,7 +294,7 @@ async def test_a_straggler_is_an_incident_and_is_replaced_only_by_policy(run: Ru
         for _ in range(seconds):
             run.now += 1.0
             for name, speed in (("rollout-0", 10.0), ("rollout-1", 2.0)):
-                facts = {"running": 4.0}
+                facts = {"request_s": 4.0 * run.now}
                 run.beat(name, state="active", counters={"tokens": speed * run.now}, facts=facts)
             await run.tick()
 
