@@ -157,6 +157,7 @@ class RoleReporter:
         self._reports: deque[tuple[str, tuple[Any, ...]]] = deque()
         self._reported = asyncio.Condition()
         self._reporting = False
+        self._beats = 0
 
     def count(self, name: str, amount: float = 1.0) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
@@ -247,6 +248,7 @@ class RoleReporter:
 
     def _beat_now(self) -> Heartbeat:
         self.refresh()
+        self._beats += 1
         return Heartbeat(
             role=self.role,
             instance=self.place,
@@ -262,6 +264,7 @@ class RoleReporter:
             app=self._app,
             node=self._process.node,
             started_s=self._process.started_s,
+            number=self._beats,
         )
 
     async def send(self) -> None:

@@ -45,6 +45,8 @@ class Heartbeat:
     node: str = ""
     started_s: float = 0.0
     """Start of its process, Unix seconds; 0 where it is not known."""
+    number: int = 0
+    """Counts the replica's heartbeats: one that was held up is older than what is known already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,6 +68,12 @@ class ReplicaAccount:
     throughput: Throughput = field(default_factory=Throughput)
     retired: bool = False
 
+    def overtaken(self, beat: Heartbeat) -> bool:
+        """It was held up: a later one of this replica, or its successor, was heard already."""
+        if beat.replica_id == self.beat.replica_id:
+            return beat.number < self.beat.number
+        return beat.started_s < self.beat.started_s
+
     def update(self, beat: Heartbeat, now: float, straggler_window_s: float) -> None:
         if beat.replica_id != self.beat.replica_id:
             self.restarts += 1
@@ -230,7 +236,7 @@ class RunBook:
         if account is None:
             account = self.replicas[beat.instance] = ReplicaAccount(beat, now, now)
             account.observe(now, self.recovery.straggler_window_s)
-        else:
+        elif not account.overtaken(beat):
             account.update(beat, now, self.recovery.straggler_window_s)
         if beat.role == names.ROLLOUT:
             self._retire(beat.facts.get("instances", {}))

@@ -55,13 +55,21 @@ class BusOwner:
             await self._connect()
 
     async def _find(self) -> bool:
-        try:
-            epoch = await asyncio.to_thread(ping, self.address, FIND_S)
-        except (BusUnavailable, BusTimeout) as error:
-            logger.info("no bus to adopt: %s", error)
-            return False
-        logger.warning("adopting the bus of epoch %s", epoch)
-        return True
+        """A bus that is slow to answer is there: it is given as long as any other silence of it."""
+        end = time.monotonic() + self.args.controller.bus_silence_s
+        while True:
+            try:
+                epoch = await asyncio.to_thread(ping, self.address, FIND_S)
+            except BusUnavailable as error:
+                logger.warning("no bus to adopt: %s", error)
+                return False
+            except BusTimeout as error:
+                logger.warning("the bus is slow to answer: %s", error)
+                if time.monotonic() >= end:
+                    return False
+                continue
+            logger.warning("adopting the bus of epoch %s", epoch)
+            return True
 
     async def _create(self) -> None:
         run = self.args.run

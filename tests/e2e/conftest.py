@@ -13,7 +13,7 @@ import pytest
 from e2e_support import EASY, TINY, Finished, Runner
 from rich.console import Console
 
-from relax.cli.cluster import PrivateRay
+from relax.cli.cluster import PrivateRay, free_ports
 from relax.cli.run import ControlClient, deploy_and_watch, prepare_run_dir
 from relax.config.file import load_run_file
 
@@ -28,8 +28,14 @@ def ray_cluster() -> Iterator[PrivateRay]:
     assert not ray.folder.exists()
 
 
+@pytest.fixture(scope="package")
+def http_port() -> int:
+    """Of Serve's proxy: it starts with the first run and stays."""
+    return free_ports(1)[0]
+
+
 @pytest.fixture
-def run(ray_cluster: PrivateRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
+def run(ray_cluster: PrivateRay, http_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runner:
     """run(*overrides, deploy=file, during=f, prepare=g): f(status) at each poll, g(run folder) before the start."""
 
     def start(
@@ -40,7 +46,9 @@ def run(ray_cluster: PrivateRay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> Finished:
         folder = tmp_path / "run"
         easy = [*EASY, "controller.expect={}"] if deploy == TINY else []
-        file = load_run_file(deploy, [*easy, f"run.run_dir={folder}", *overrides])
+        file = load_run_file(
+            deploy, [*easy, f"run.run_dir={folder}", f"serve.http_options.port={http_port}", *overrides]
+        )
         prepare_run_dir(folder, overwrite=True)
         if prepare is not None:
             prepare(folder)
