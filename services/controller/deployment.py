@@ -405,3 +405,8 @@ class Controller:
 
         await asyncio.gather(tell(names.ROLLOUT, "remove_instances"), tell(names.DCS, "remove_weights"))
         await self.bus.destroy()
+
+    def __del__(self) -> None:
+        """Serve ends this replica: its loops would find no threads any more."""
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()
