@@ -58,7 +58,10 @@ def test_ppo_with_a_critic_learns_off_policy(run: Runner) -> None:
     metrics = done.lines("metrics.jsonl")
     assert all(line["updates"] == 2 for line in metrics)
     assert done.summary["reward_first"] < 0.3 and done.summary["reward_last"] > 0.6
-    assert done.summary["metrics_last"]["value_error"] < metrics[0]["value_error"]
+    last = metrics[-10:]
+    error = sum(line["value_error"] for line in last)
+    of_zero = sum(line["reward_mean"] ** 2 + line["reward_std"] ** 2 for line in last)
+    assert error < 0.5 * of_zero, "the critic predicts far better than one that says 0 for every token"
     assert "1" in done.summary["lag_histogram"], "off-policy"
     replays_as_recorded(done, 30)
 
