@@ -1,9 +1,8 @@
 """The health controller: owns the bus, keeps the account of the run, recovers what fails, serves `/api/v1`.
 
 What it knows is in its store, so a controller that was killed takes up where it was; training goes on meanwhile.
+Annotations are evaluated here: FastAPI reads them again where Serve has unpickled this class.
 """
-
-from __future__ import annotations
 
 import asyncio
 import logging
