@@ -117,7 +117,9 @@ class Recovery:
         return is_alive(ProcessId(beat.node, beat.pid, beat.started_s))
 
     def _findings(self, now: float) -> list[Finding]:
-        findings = find_faults(self.book.health(now, self._alive), self.config)
+        leaving = self._leaving()
+        replicas = [replica for replica in self.book.health(now, self._alive) if replica.instance not in leaving]
+        findings = find_faults(replicas, self.config)
         findings += self._failed_instances()
         found = {finding.instance for finding in findings}
         for instance in self.book.unable_to_adopt():
@@ -131,6 +133,11 @@ class Recovery:
                 )
                 findings.append(self._of_instance(instance, Fault.STRAGGLER, detail))
         return findings
+
+    def _leaving(self) -> set[str]:
+        """Instances that their manager takes away: how they end is nobody's fault."""
+        facts = self.book.manager_facts()
+        return set(facts.get("instances", {})) - {*facts.get("training", ()), *facts.get("evaluators", ())}
 
     def _of_instance(self, instance: str, fault: Fault, detail: str) -> Finding:
         account = self.book.replicas[instance]

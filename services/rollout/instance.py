@@ -183,7 +183,7 @@ class RolloutInstance:
     # ------------------------------------------------------------------ weights
 
     async def _adopt_loop(self) -> None:
-        while not self.reporter.stopped.is_set() and not (self.evaluator and self.version >= 0):
+        while not (self.reporter.stopped.is_set() or self.draining or (self.evaluator and self.version >= 0)):
             newer: PublishedVersion | None = await call_when_up(
                 names.DCS, "wait_newer", int(self.version), WEIGHTS_POLL_S
             )

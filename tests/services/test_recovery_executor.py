@@ -285,6 +285,17 @@ async def test_a_failed_instance_is_replaced_through_the_manager(run: Run) -> No
     assert "no memory" in run.log.incidents()[0].detail and run.log.incidents()[0].ended_s is not None
 
 
+async def test_how_an_instance_ends_that_is_taken_away_is_no_fault(run: Run) -> None:
+    """behaviour: B34"""
+    run.start("rollout")
+    run.start("rollout-1")
+    told = {"rollout-0": {"state": "active", "reason": ""}, "rollout-1": {"state": "draining", "reason": "1 is wanted"}}
+    run.beat("rollout", facts={"training": ["rollout-0"], "instances": told})
+    run.beat("rollout-1", error="RuntimeError: no threads any more", state="failed")
+    await run.tick()
+    assert run.log.incidents() == [] and not run.dead("rollout-1")
+
+
 async def test_a_straggler_is_an_incident_and_is_replaced_only_by_policy(run: Run) -> None:
     """behaviour: B18"""
     for name in ("rollout-0", "rollout-1"):
