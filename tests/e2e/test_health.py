@@ -217,6 +217,7 @@ def slowed_down(pid: int) -> Iterator[None]:
             process.resume()
 
 
+@pytest.mark.slow
 def test_a_straggler_is_told_and_replaced_by_policy(run: Runner) -> None:
     """behaviour: B18"""
     api: list[Api] = []
