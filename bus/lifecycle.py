@@ -53,6 +53,12 @@ def limits_for(
     )
 
 
+def bus_address(run_id: str, namespace: str, config: BusConfig) -> BusAddress:
+    """Where the bus of a run is, if there is one: its names follow from the run."""
+    stores = tuple(f"bus-{run_id}-store-{i}" for i in range(config.storage_units))
+    return BusAddress(run_id, namespace, f"bus-{run_id}-engine", stores)
+
+
 def create_bus(
     run_id: str,
     namespace: str,
@@ -71,12 +77,7 @@ def create_bus(
     cannot start (name or port taken).
     """
     limits = limits_for(config, max_tokens, fields=fields, top_k=top_k, complete_fields=complete_fields)
-    address = BusAddress(
-        run_id,
-        namespace,
-        f"bus-{run_id}-engine",
-        tuple(f"bus-{run_id}-store-{i}" for i in range(config.storage_units)),
-    )
+    address = bus_address(run_id, namespace, config)
     deadline = time.monotonic() + deadline_s
     ports = _free_ports(config.host, 2 + config.storage_units)
     made: list[Any] = []

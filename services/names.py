@@ -9,6 +9,7 @@ REWARD = "reward"
 REF = "ref"
 TEACHER = "teacher"
 ACTOR = "actor"
+BUS = "bus"
 
 INSTANCE = "instance"
 """Role of a rollout instance."""
@@ -26,6 +27,21 @@ def instance_app(number: int) -> str:
 
 def evaluator_app(number: int) -> str:
     return f"{INSTANCE_PREFIX}eval-{number}"
+
+
+def instance_number(app: str) -> int | None:
+    """Of a training instance's application; None for another one."""
+    return _number_after(INSTANCE_PREFIX, app)
+
+
+def evaluator_number(app: str) -> int | None:
+    """Of an evaluating instance's application; None for another one."""
+    return _number_after(evaluator_app(0)[:-1], app)
+
+
+def _number_after(prefix: str, app: str) -> int | None:
+    number = app.removeprefix(prefix)
+    return int(number) if app.startswith(prefix) and number.isdigit() else None
 
 
 def namespace(run_name: str) -> str:

@@ -7,13 +7,15 @@ import logging
 import os
 import time
 import traceback
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import ray
 from ray import serve
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
@@ -25,12 +27,16 @@ from relax.telemetry.trace import Tracer
 from relax.types import RelaxError
 from services import names
 from services.controller.api import Directive, Heartbeat, RunInfo
+from services.controller.processes import own_process
 
 logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
 
 CALL_DEADLINE_S = 20.0
 """Default deadline of a call between services."""
+HEARTBEAT_DEADLINE_S = 10.0
+"""One that is not taken within this time is lost, and counted: the next one says more."""
+REPORT_AGAIN_S = 0.5
 START_DEADLINE_S = 180.0
 """Longest wait for another service to come up: they are deployed in parallel and import torch."""
 
@@ -81,7 +87,8 @@ def asked_to_end() -> bool:
 async def call(app: str, method: str, *args: Any, deadline_s: float = CALL_DEADLINE_S) -> Any:
     """One call to the ingress deployment of an application.
 
-    Raises `ServiceUnavailable` past the deadline, and the `RelaxError` that the service raised.
+    Raises `ServiceUnavailable` past the deadline and when its replica died meanwhile, and the `RelaxError` that the
+    service raised.
     """
 
     async def once() -> Any:
@@ -97,6 +104,8 @@ async def call(app: str, method: str, *args: Any, deadline_s: float = CALL_DEADL
         if isinstance(error.cause, RelaxError):
             raise error.cause from error
         raise
+    except RayError as error:  # the replica died, or its node cannot be reached
+        raise ServiceUnavailable(f"{app}.{method}: {type(error).__name__}") from error
 
 
 async def call_when_up(app: str, method: str, *args: Any, deadline_s: float = START_DEADLINE_S) -> Any:
@@ -142,7 +151,15 @@ class RoleReporter:
         self._folder = RunFolder(run_folder_path(run))
         self.faults = FaultPoints(run.fault_points, (role, instance, self.owner), self._folder.path)
         first = not context.rank or context.rank.rank == 0
-        self.trace = Tracer(run.trace_share, role, instance if first else self.owner)
+        self.place = instance if first else self.owner
+        """What the controller calls this replica."""
+        self.trace = Tracer(run.trace_share, role, self.place)
+        self._app = context.app_name
+        self._process = own_process(ray.get_runtime_context().get_node_id())
+        self._reports: deque[tuple[str, tuple[Any, ...]]] = deque()
+        self._reported = asyncio.Condition()
+        self._reporting = False
+        self._beats = 0
 
     def count(self, name: str, amount: float = 1.0) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
@@ -180,6 +197,44 @@ class RoleReporter:
         if self.error is not None:
             raise RuntimeError(self.error)
 
+    # ------------------------------------------------------------------ what the controller is to know for certain
+
+    def tell(self, method: str, *args: Any) -> None:
+        """Have the controller told, after what it was to be told before; repeated until it has answered.
+
+        It may be told twice. On the replica's loop. What the controller refuses ends the run.
+        """
+        self._reports.append((method, args))
+        self.facts["reports_waiting"] = len(self._reports)
+        if not self._reporting:
+            self._reporting = True
+            self.spawn(self._send_reports)
+
+    async def told(self) -> None:
+        """Wait until nothing is left to tell, or the run has ended."""
+        async with self._reported:
+            await self._reported.wait_for(lambda: not self._reports)
+
+    async def _send_reports(self) -> None:
+        while self._reports:
+            method, args = self._reports[0]
+            try:
+                await call(names.CONTROLLER, method, *args)
+            except (RayServeException, ServiceUnavailable) as error:
+                if not self.stopped.is_set():
+                    self.count("reports_repeated")
+                    logger.warning("%s: %s is told again: %s", self.instance, method, error)
+                    await asyncio.sleep(REPORT_AGAIN_S)
+                    continue
+            except (RelaxError, RayTaskError) as error:
+                self.end_run(f"the controller refuses {method}: {error}")
+                raise
+            self._reports.popleft()
+            self.facts["reports_waiting"] = len(self._reports)
+            async with self._reported:
+                self._reported.notify_all()
+        self._reporting = False
+
     async def join(self, section: dict[str, Any]) -> RunInfo:
         """Wait for the controller, hand it this role's part of the resolved configuration, begin reporting."""
         info: RunInfo = await call_when_up(names.CONTROLLER, "join", self.role, section)
@@ -195,9 +250,10 @@ class RoleReporter:
 
     def _beat_now(self) -> Heartbeat:
         self.refresh()
+        self._beats += 1
         return Heartbeat(
             role=self.role,
-            instance=self.instance,
+            instance=self.place,
             replica_id=self.replica_id,
             pid=os.getpid(),
             state=self.state,
@@ -208,12 +264,16 @@ class RoleReporter:
             error=self.error,
             fatal=self.fatal,
             stopping=self.stopped.is_set(),
+            app=self._app,
+            node=self._process.node,
+            started_s=self._process.started_s,
+            number=self._beats,
         )
 
     async def send(self) -> None:
         beat = self._beat_now()
         await self.write_trace()  # after the state was taken: who says that it is done has all its spans on disk
-        self.directive = await call(names.CONTROLLER, "heartbeat", beat, deadline_s=CALL_DEADLINE_S)
+        self.directive = await call(names.CONTROLLER, "heartbeat", beat, deadline_s=HEARTBEAT_DEADLINE_S)
         if self.directive.stop:
             self.stopped.set()
 

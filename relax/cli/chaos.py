@@ -135,7 +135,7 @@ def prepare(
     settings = [
         *overrides,
         f"run.fault_points={json.dumps([point.model_dump(mode='json') for point in points.values()])}",
-        f"controller.max_bus_restarts={file.controller.max_bus_restarts + losses}",
+        f"controller.recovery.bus_budget={file.controller.recovery.bus_budget + losses}",
     ]
     return load_run_file(path, settings), planned
 

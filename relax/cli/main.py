@@ -10,10 +10,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from relax.cli import browse
+from relax.cli import browse, health
 from relax.cli.chaos import chaos
 from relax.cli.debugging import add_debugging
-from relax.cli.options import FileArgument, RunDirArgument, SetOption
+from relax.cli.options import FileArgument, RunDirArgument, SetOption, run_url
 from relax.config.file import load_run_file
 from relax.types import RelaxError
 
@@ -103,17 +103,6 @@ def check(
     console.print("ok", style="green")
 
 
-def _url(target: str) -> str:
-    if target.startswith("http"):
-        return target.rstrip("/")
-    from relax.telemetry.run_folder import RunFolder
-
-    place = RunFolder(Path(target)).read_place() if Path(target).is_dir() else {}
-    if "url" not in place:
-        raise typer.BadParameter(f"{target} is neither a URL nor a run folder with run.json")
-    return str(place["url"])
-
-
 @app.command()
 def status(
     target: Annotated[str, typer.Argument(help="URL of the controller, or a run folder")] = "http://127.0.0.1:8000",
@@ -123,7 +112,7 @@ def status(
     from relax.cli.live import view
     from relax.cli.run import ControlClient
 
-    url = _url(target)
+    url = run_url(target)
     body = ControlClient(url).status()
     if body is None:
         print(f"no controller answers at {url}")
@@ -141,7 +130,7 @@ def stop(
     """End a run: instances and bus are taken down, the summary is written."""
     from relax.cli.run import ControlClient
 
-    ControlClient(_url(target)).stop()
+    ControlClient(run_url(target)).stop()
 
 
 @app.command()
@@ -215,6 +204,9 @@ def simulate(
 
 
 app.command()(chaos)
+app.command()(health.scale)
+app.command()(health.incidents)
+app.command()(health.operations)
 app.command()(browse.trace)
 app.command()(browse.samples)
 app.command()(browse.plot)

@@ -311,19 +311,21 @@ def watch(control: ControlClient, dashboard: Dashboard, file: RunFile, console: 
     """Until the run has ended, or its controller has been silent for `controller.start_deadline_s`."""
     silence_s = file.controller.start_deadline_s
     heard_at = time.monotonic()
+    coming_up = True
     show = _printer(console)
     with show.context:
         while True:
             status = control.status()
             if status is not None:
                 heard_at = time.monotonic()
+                coming_up = status["state"] == "starting"
                 show.update(status)
                 if status["state"] in FINAL:
                     return Outcome(
                         status["state"], status.get("reason"), status.get("summary"), status.get("violations", [])
                     )
-            # Serve's own status is costly, and only says more while services come up.
-            coming_up = status is None or status["state"] == "starting"
+            # Serve's own status is costly, and only says more while services come up: later the controller, itself
+            # replaced where it must be, deals with what could not be deployed.
             failed = _deploy_failures(dashboard) if coming_up else None
             if failed:
                 return Outcome("failed", failed, None, [])

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from relax.config.base import StrictModel
 from relax.config.data import DataConfig
+from relax.config.recovery import RecoveryConfig
 from relax.types import SamplingParams
 
 
@@ -265,8 +266,8 @@ class ControllerConfig(StrictModel):
     """When no counter moves for this long, the watchdog names who waits for whom (B46)."""
     bus_silence_s: Annotated[float, Field(gt=0)] = 30.0
     """A bus that answers nothing for this long is taken for dead and made anew."""
-    max_bus_restarts: Annotated[int, Field(ge=0)] = 10
-    """How often the bus may be made anew before the run fails."""
+    recovery: RecoveryConfig = RecoveryConfig()
+    """Detection of faults, and what is done about them how often."""
     stall_stops_run: bool = False
     """Fail the run on a stall instead of only reporting it."""
     logprob_gap_limit: Annotated[float, Field(gt=0)] | None = None

@@ -129,6 +129,22 @@ ALERTS = (
         "{{ $labels.instance }} of run {{ $labels.run }} was replaced",
     ),
     Alert(
+        "RelaxRoleHung",
+        by("run", grown("incidents", "10m", 'kind=~"hung|silent|stuck_deploying|deploy_failed"')),
+        "> 0",
+        0,
+        "ticket",
+        "A role of run {{ $labels.run }} was silent, hung or did not come up: `relax incidents` names it",
+    ),
+    Alert(
+        "RelaxStraggler",
+        _incidents("straggler", "30m"),
+        "> 0",
+        0,
+        "ticket",
+        "A rollout instance of run {{ $labels.run }} stays far below its peers: `relax incidents` names it",
+    ),
+    Alert(
         "RelaxInstanceLagging",
         by(_REPLICA, series("version_behind", 'role="instance"')),
         "> 2",

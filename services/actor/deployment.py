@@ -8,8 +8,10 @@ import threading
 from pathlib import Path
 
 from ray import serve
+from ray.serve.exceptions import RayServeException
 
 from bus.client import BusClient
+from bus.errors import BusTimeout, BusUnavailable
 from relax.config.sections import ActorArgs
 from relax.data.models import ensure_model
 from relax.data.source import build_source
@@ -22,7 +24,11 @@ from services import names
 from services.actor.dumping import StepDumper
 from services.actor.loop import TrainingLoop
 from services.actor.probe import probe_tokens
-from services.runtime import RoleReporter, call_when_up, limit_threads, run_folder_path
+from services.runtime import RoleReporter, ServiceUnavailable, call_when_up, limit_threads, run_folder_path
+
+TRANSIENT = (ServiceUnavailable, RayServeException, BusTimeout, BusUnavailable)
+"""Another service was away for too long: the next actor goes on from the newest state. Any other error would come
+again, and ends the run."""
 
 logger = logging.getLogger("ray.serve")
 
@@ -100,7 +106,8 @@ class Actor:
                 self.reporter.state = "stopped"
                 return
             self.reporter.fail(error)
-            self.reporter.end_run(f"training failed: {error}")
+            if not isinstance(error, TRANSIENT):
+                self.reporter.end_run(f"training failed: {error}")
 
     async def check_health(self) -> None:
         self.reporter.check()

@@ -132,7 +132,6 @@ class TrainingLoop:
         self.skipped_in_a_row = 0
         self.lags: Counter[int] = Counter()
         self._last_record: dict[str, float] = {}
-        self._report: Any = None
         self._fields = actor_fields(args.actor.algorithm)
         self._probe = probe
 
@@ -182,7 +181,7 @@ class TrainingLoop:
             self.keeper.finish()
             if self.args.actor.export:
                 self.backend.export(self.export_folder)
-        self._finish_report()
+        self.wait(self.reporter.told(), REJOIN_DEADLINE_S)
         self.wait(self._until_recorded(), REJOIN_DEADLINE_S)
         self.reporter.state, self.reporter.waiting_for = "done", ""
 
@@ -201,7 +200,7 @@ class TrainingLoop:
 
     def _start(self) -> None:
         """Publish version 0, or go on from the newest state."""
-        ticket: PublishTicket = self.wait(call(names.DCS, "begin_publish"))
+        ticket: PublishTicket = self.wait(call_when_up(names.DCS, "begin_publish"), START_DEADLINE_S)
         self._refuse_other_node(ticket)
         self._store, self._bucket_bytes = WeightStore(Path(ticket.root), keep=1), ticket.bucket_bytes
         self.keeper = StateKeeper(
@@ -213,8 +212,10 @@ class TrainingLoop:
             self.loop,
             reserve_bytes=ticket.reserve_bytes,
         )
-        saved: SavedState | None = self.wait(call(names.DCS, "newest_state", deadline_s=SAVE_DEADLINE_S))
-        newest: PublishedVersion | None = self.wait(call(names.DCS, "wait_newer", -1, 0.0))
+        saved: SavedState | None = self.wait(
+            call_when_up(names.DCS, "newest_state", deadline_s=SAVE_DEADLINE_S), SAVE_DEADLINE_S
+        )
+        newest: PublishedVersion | None = self.wait(call_when_up(names.DCS, "wait_newer", -1, 0.0), START_DEADLINE_S)
         if saved is not None:
             self._load(saved)
         published = Published(PolicyVersion(newest.version), newest.step) if newest is not None else None
@@ -485,13 +486,7 @@ class TrainingLoop:
 
     def _send(self, record: dict[str, float]) -> None:
         self.reporter.facts["lag_histogram"] = {str(lag): count for lag, count in sorted(self.lags.items())}
-        self._finish_report()
-        self._report = asyncio.run_coroutine_threadsafe(call(names.CONTROLLER, "report_step", record), self.loop)
-
-    def _finish_report(self) -> None:
-        if self._report is not None:
-            self._report.result(60.0)
-            self._report = None
+        self.loop.call_soon_threadsafe(self.reporter.tell, "report_step", record)
 
 
 def _timed(record: dict[str, float], samples: StepSamples, step_s: float) -> dict[str, float]:

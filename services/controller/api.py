@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from bus.records import BusAddress
 from relax.telemetry.run_folder import json_lines
+
+MAX_INSTANCES = 1024
+"""More cannot be asked for in one run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,13 @@ class Heartbeat:
     fatal: str | None = None
     stopping: bool = False
     """It has heard that the run ends, and begins nothing more."""
+    app: str = ""
+    """Serve application of the replica."""
+    node: str = ""
+    started_s: float = 0.0
+    """Start of its process, Unix seconds; 0 where it is not known."""
+    number: int = 0
+    """Counts the replica's heartbeats: one that was held up is older than what is known already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,10 @@ class Directive:
 
     stop: bool = False
     run_state: str = "starting"
+    instances: int | None = None
+    """To the rollout manager: how many training instances are wanted; None: as its configuration says."""
+    replace: tuple[str, ...] = ()
+    """To the rollout manager: instances to take away, each with another in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +124,7 @@ class RoleView(BaseModel):
     state: str = Field(description="The replica's own word; 'lost' after silence")
     waiting_for: str
     pid: int
+    node: str = ""
     heartbeat_age_s: float
     progress_age_s: float = Field(description="Seconds since one of its counters moved")
     restarts: int
@@ -144,6 +159,73 @@ class Health(BaseModel):
 
     healthy: bool
     problems: list[str]
+
+
+class ScaleRequest(BaseModel):
+    """Body of `POST /api/v1/rollout/scale`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    replicas: int = Field(ge=1, le=MAX_INSTANCES, strict=True, description="Training instances that are wanted")
+
+
+class StepView(BaseModel):
+    name: str
+    begin_s: float = Field(description="Unix seconds")
+    end_s: float | None
+    detail: str
+
+
+class OperationView(BaseModel):
+    """Something that the controller does, or did."""
+
+    id: str
+    kind: str = Field(description="scale, wait, restart_replica, redeploy, replace_instance, renew_bus, ...")
+    target: str
+    cause: str
+    state: str = Field(description="pending, running, succeeded, failed or cancelled")
+    created_s: float = Field(description="Unix seconds, as all times here")
+    started_s: float | None
+    ended_s: float | None
+    not_before_s: float = Field(description="The end of its back-off")
+    steps: list[StepView]
+    error: str
+    incident: str | None = Field(description="The incident that it answers")
+    request: dict[str, Any] = Field(default_factory=dict)
+
+
+class IncidentView(BaseModel):
+    """Something that went wrong."""
+
+    id: str
+    fault: str
+    role: str
+    instance: str
+    node: str
+    pid: int
+    at_s: float = Field(description="Unix seconds")
+    detail: str
+    last_progress_s: float | None = Field(description="Seconds between its last progress and the incident")
+    traceback: str | None
+    decision: str
+    operation: str | None
+    ended_s: float | None = Field(description="None: it is still so")
+
+
+class Quiescence(BaseModel):
+    """`GET /api/v1/quiescence`: what is in flight, by role; `quiescent` is true when nothing is."""
+
+    quiescent: bool
+    in_flight: dict[str, dict[str, float]] = Field(description="Role or `bus` -> what -> how many")
+
+
+class Problem(BaseModel):
+    """RFC 9457."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
 
 
 class Accepted(BaseModel):

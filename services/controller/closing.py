@@ -15,6 +15,7 @@ from relax.telemetry.summary import FinalFacts, build_summary, check_expectation
 from services import names
 from services.controller.api import EvalReport
 from services.controller.book import RunBook
+from services.controller.log import OperationLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +64,13 @@ def close_run(
     state: RunState,
     reason: str,
     tracker_errors: dict[str, str],
+    log: OperationLog,
 ) -> Closed:
     """Write summary and report. Expectations are checked on a finished run only."""
     facts = final_facts(book, stats, wall_s)
     summary = build_summary(book.steps, facts, seed=book.args.run.seed)
     summary["tracker_errors"] = tracker_errors
+    summary["incidents"] = log.fault_counts()
     summary["evals"] = [eval_json(report) for report in book.evals.values()]
     summary = {"run": book.args.run.name, "state": state.value, "reason": reason or None, **summary}
     violations = []
@@ -106,3 +109,20 @@ def stats_json(stats: BusStats) -> dict[str, Any]:
             if field.name not in ("account",)
         },
     }
+
+
+def in_flight(book: RunBook, stats: BusStats | None, operations: int, now: float) -> dict[str, dict[str, float]]:
+    """What is begun and not ended, by role, `bus` and `controller`; empty when nothing is. Rows that wait in the bus
+    for nobody are not in flight: what a finished run leaves there is in its account."""
+    found = book.in_flight(now)
+    if stats is not None:
+        leased: dict[str, float] = {}
+        for held in stats.held:
+            leased[f"leased for {held.task}"] = leased.get(f"leased for {held.task}", 0.0) + held.items
+        if stats.account.running:
+            leased["samples being generated"] = float(stats.account.running)
+        if leased:
+            found["bus"] = leased
+    if operations:
+        found["controller"] = {"operations": float(operations)}
+    return found

@@ -1,36 +1,32 @@
-"""The health controller: owns the bus, keeps the account of the run, serves `/api/v1`."""
+"""The health controller: owns the bus, keeps the account of the run, recovers what fails, serves `/api/v1`.
 
-from __future__ import annotations
+What it knows is in its store, so a controller that was killed takes up where it was; training goes on meanwhile.
+Annotations are evaluated here: FastAPI reads them again where Serve has unpickled this class.
+"""
 
 import asyncio
 import contextlib
-import json
 import logging
-import math
 import os
 import time
-import uuid
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
-from fastapi import FastAPI
+import ray
+from fastapi import FastAPI, Header, Query
 from ray import serve
-from ray.exceptions import RayError
 
-from bus.client import BusClient
-from bus.errors import BusError, BusTimeout, BusUnavailable
-from bus.lifecycle import create_bus, destroy_bus
-from bus.records import BusAddress, BusStats
 from relax.config.sections import ROLES, ControllerArgs
-from relax.control.runstate import RunState, RunStatus
+from relax.control.runstate import RunState
 from relax.control.stopping import all_stopped, others_may_stop
 from relax.control.watchdog import find_stall
 from relax.telemetry.metrics import validate
-from relax.telemetry.run_folder import RunFolder, RunFolderError
+from relax.telemetry.run_folder import RunFolder
 from relax.telemetry.sinks import MetricSinks, RunFolderSink
 from relax.telemetry.trackers import build_trackers
 from services import names
+from services.controller import serve_apps
 from services.controller.api import (
     Accepted,
     AdoptionReport,
@@ -38,40 +34,37 @@ from services.controller.api import (
     EvalReport,
     Health,
     Heartbeat,
+    IncidentView,
+    OperationView,
+    Problem,
+    Quiescence,
     RunInfo,
+    ScaleRequest,
     Status,
 )
 from services.controller.book import RunBook, bus_snapshot
-from services.controller.closing import close_run, stats_json
-from services.controller.earlier import eval_line, take_up
-from services.controller.exporter import LiveExport, RayMetrics, metrics_endpoints
+from services.controller.bus_owner import BusOwner
+from services.controller.closing import close_run, in_flight, stats_json
+from services.controller.earlier import eval_line
+from services.controller.exporter import LiveExport, RayMetrics, keep_endpoints
+from services.controller.keeping import ACCOUNT, CONFIG, load_or_create_run_id, open_store, save_phase, take_up
+from services.controller.log import OperationLog
+from services.controller.problems import NotNow, add_problems
+from services.controller.recovery import Recovery
+from services.controller.scaling import SCALE, Scaling
 from services.runtime import ServiceUnavailable, asked_to_end, call, run_folder_path, serve_place
 
 logger = logging.getLogger("ray.serve")
 api = FastAPI(title="Relax control API", version="1")
+add_problems(api)
 TICK_S = 0.5
-BUS_PING_S = 1.0
-BUS_START_S = 60.0
-ENDPOINTS_EVERY_S = 15.0
-"""Nodes that join or leave are in the list that Prometheus reads after at most this time."""
-ENDPOINTS_DEADLINE_S = 10.0
+SAVE_S = 1.0
+"""What was heard since then is heard again after a restart."""
 TRACKERS_DEADLINE_S = 10.0
 """For all trackers to write what they have, at the end of the run."""
 TAKE_DOWN_DEADLINE_S = 25.0
 """For instances and weights to go: shorter than `relax run` and `relax stop` wait."""
-STATE_FILE = "state.json"
-
-
-def load_or_create_run_id(folder: Path) -> str:
-    """One id for the life of a run folder, kept in it."""
-    path = folder / STATE_FILE
-    if path.exists():
-        return str(json.loads(path.read_text())["run_id"])
-    run_id = uuid.uuid4().hex[:12]
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"run_id": run_id}) + "\n")
-    partial.rename(path)
-    return run_id
+MAX_WAIT_S = 60.0
 
 
 @serve.deployment(
@@ -90,56 +83,62 @@ class Controller:
         place = await asyncio.to_thread(serve_place)
         await asyncio.to_thread(self.folder.write_place, url=place.url, logs=place.logs)
         logger.info("run %s in %s, process %d", self.run_id, self.folder.path, os.getpid())
-        self.config: dict[str, Any] = {
-            "run": args.run.model_dump(mode="json"),
-            "controller": args.controller.model_dump(mode="json"),
-        }
+        self.stalled: list[str] = []
+        self.summary: dict[str, Any] | None = None
+        self.violations: list[str] = []
+        self._error: str | None = None
+        self._closing, self._step_lock = asyncio.Lock(), asyncio.Lock()
+        self._taking_down = asyncio.Lock()
+        self._taken_down = False
+        self._end_asked_at: float | None = None
+        self._beat_heard = asyncio.Event()
+        self._saved_at = self._ticked_at = time.monotonic()
         self.book = RunBook(args, time.monotonic())
+        await self._take_up()
         ray_metrics = RayMetrics(args.run.name)
         self.live = LiveExport(ray_metrics)
         self.sinks = MetricSinks(
             [RunFolderSink(self.folder), ray_metrics],
             build_trackers(args.controller, args.run.name, self.run_id, self.folder.path),
         )
-        self.run = RunStatus()
-        self.wall_started = time.monotonic()
-        self.stalled: list[str] = []
-        self.summary: dict[str, Any] | None = None
-        self.violations: list[str] = []
-        self._bus_given_up: str | None = None
-        self.bus_stats: BusStats | None = None
-        self.bus_stats_at = -math.inf
-        self._error: str | None = None
-        self._closing = asyncio.Lock()
-        self._taking_down = asyncio.Lock()
-        self._taken_down = False
-        self._end_asked_at: float | None = None
-        self._beat_heard = asyncio.Event()
-        await asyncio.to_thread(take_up, self.book, self.folder)
-        self.bus_address = await self._create_bus()
-        self.bus = await BusClient.connect(
-            self.bus_address,
-            owner="controller",
-            role=names.CONTROLLER,
-            config=args.run.bus,
-            deadline_s=60.0,
-            rows=False,
-        )
+        await self._start_bus()
         loop = asyncio.get_running_loop()
         works = (self._supervise, self._watch_bus, self._keep_endpoints)
         self._tasks = [loop.create_task(self._guarded(work)) for work in works]
 
-    async def _create_bus(self) -> BusAddress:
-        run = self.args.run
-        return await asyncio.to_thread(
-            create_bus,
-            self.run_id,
-            names.namespace(run.name),
-            run.bus,
-            run.max_tokens,
-            top_k=run.teacher_top_k,
-            complete_fields=("reward",) if run.generates else ("tokens",),
+    async def _take_up(self) -> None:
+        """The state that an earlier controller left, and those who work on it."""
+        cluster = serve_apps.cluster_id()
+        self.store = await asyncio.to_thread(open_store, self.args, self.folder)
+        deployed_at = await asyncio.to_thread(serve_apps.deployed_at, names.CONTROLLER)
+        kept = await asyncio.to_thread(
+            take_up, self.store, self.book, self.folder, cluster, deployed_at, time.monotonic()
         )
+        self.run, self.life, self._returned = kept.run, kept.life, kept.returned
+        self.config: dict[str, Any] = {
+            **kept.config,
+            "run": self.args.run.model_dump(mode="json"),
+            "controller": self.args.controller.model_dump(mode="json"),
+        }
+        self.log = OperationLog(self.store)
+        self.scaling = Scaling(self.log, self.args.controller.start_deadline_s)
+        self.bus = BusOwner(self.args, self.run_id)
+        node = ray.get_runtime_context().get_node_id()
+        self.recovery = Recovery(self.book, self.log, self.store, self.scaling, self.bus, node, self._fail)
+        await self.log.cut_off(frozenset({SCALE} if kept.returned else ()))
+        if kept.returned:
+            logger.warning("an earlier controller was here: run %s, step %d", self.run.state, len(self.book.steps))
+        if self.run.ended:
+            self._ask_to_stop()
+            self.summary = await asyncio.to_thread(self.folder.read_summary)
+            self.violations = list(self.summary.get("violations", []))
+
+    async def _start_bus(self) -> None:
+        if self.run.ended:
+            await self.bus.attach()
+        elif not await self.bus.start() and self._returned:
+            self.book.bus_restarts += 1
+            logger.error("the bus was lost together with the controller; it is made anew")
 
     async def check_health(self) -> None:
         if self._error is not None:
@@ -152,13 +151,18 @@ class Controller:
         if role in ROLES and self.config.get(role) != section:
             self.config[role] = section
             await asyncio.to_thread(self.folder.write_config, dict(self.config))
-        return RunInfo(self.run_id, self.bus_address, self.args.controller.heartbeat_s, tuple(self.book.evals))
+            await asyncio.to_thread(self.store.set, **{CONFIG: self.config})
+        return RunInfo(self.run_id, self.bus.address, self.args.controller.heartbeat_s, tuple(self.book.evals))
 
     async def heartbeat(self, beat: Heartbeat) -> Directive:
         now = time.monotonic()
         self.book.record_beat(beat, now)
         self._beat_heard.set()
-        return Directive(stop=self._tells_to_stop(beat, now), run_state=self.run.state.value)
+        told = Directive(stop=self._tells_to_stop(beat, now), run_state=self.run.state.value)
+        if beat.role == names.ROLLOUT and self.args.run.generates:
+            configured = self.config.get(names.ROLLOUT, {}).get("instances")
+            told = replace(told, instances=self.scaling.wanted or configured, replace=self.scaling.to_replace())
+        return told
 
     def _tells_to_stop(self, beat: Heartbeat, now: float) -> bool:
         """The trainer hears of the end first: the others serve it until it has saved, at most for the deadline."""
@@ -171,23 +175,27 @@ class Controller:
         self.book.record_adoption(report)
 
     async def report_step(self, record: dict[str, float]) -> None:
-        """One record of the training loop per step; a repeated one is ignored."""
-        try:
-            await self._stats()
-        except BusError as error:  # it is being replaced: the last snapshot has to do
-            logger.warning("no statistics of the bus for step %d: %s", record["step"], error)
-        joined = self.book.complete_record(record, stats_json(self.bus_stats) if self.bus_stats else {})
-        validate(joined)
-        if self.book.record_step(joined):
+        """One record of the training loop per step; a repeated one is ignored. metrics.jsonl is written first: what
+        is there was taken, whatever became of the answer."""
+        async with self._step_lock:
+            if self.book.has_step(record):
+                return
+            await self.bus.try_refresh()  # where it is being replaced the last snapshot has to do
+            joined = self.book.complete_record(record, stats_json(self.bus.stats) if self.bus.stats else {})
+            validate(joined)
             await asyncio.to_thread(self.sinks.write, joined)
+            self.book.record_step(joined)
 
-    async def report_samples(self, lines: bytes) -> None:
-        """Of `sample_lines`."""
-        await asyncio.to_thread(self.folder.append_samples, lines)
+    async def report_samples(self, lines: bytes, sender: str, number: int) -> None:
+        """Of `sample_lines`. `number` counts the reports of a sender: a repeated one is ignored."""
+        if self.book.sample_reports.get(sender, 0) < number:
+            self.book.sample_reports[sender] = number
+            await asyncio.to_thread(self.folder.append_samples, lines)
 
     async def report_eval(self, report: EvalReport) -> None:
-        self.book.evals[report.when] = report
-        await asyncio.to_thread(self.folder.append_eval, eval_line(report))
+        if self.book.evals.get(report.when) != report:
+            self.book.evals[report.when] = report
+            await asyncio.to_thread(self.folder.append_eval, eval_line(report))
 
     # ------------------------------------------------------------------ HTTP
 
@@ -202,11 +210,11 @@ class Controller:
             reason=self.run.reason,
             step=int(last.get("step", 0)),
             steps=self.args.run.steps,
-            wall_s=now - self.wall_started,
+            wall_s=time.time() - self.life.began_s,
             run_dir=str(self.folder.path),
             metrics=last,
             roles=self.book.views(now),
-            bus={} if self.bus_stats is None else stats_json(self.bus_stats),
+            bus={} if self.bus.stats is None else stats_json(self.bus.stats),
             stalled=self.stalled,
             restarts_unasked=self.book.restarts(),
             summary=self.summary,
@@ -223,6 +231,45 @@ class Controller:
         problems += [f"{role}: not up yet" for role in self.book.missing()] if not self.run.ended else []
         return Health(healthy=not problems, problems=problems)
 
+    @api.get("/api/v1/quiescence", response_model=Quiescence)
+    async def quiescence(self) -> Quiescence:
+        """What is in flight."""
+        await self.bus.try_refresh()
+        found = in_flight(self.book, self.bus.stats, len(self.log.open_operations()), time.monotonic())
+        return Quiescence(quiescent=not found, in_flight=found)
+
+    @api.get("/api/v1/operations", response_model=list[OperationView])
+    async def operations(self) -> list[dict[str, Any]]:
+        """All that were begun, the oldest first."""
+        return [operation.to_json() for operation in self.log.operations()]
+
+    @api.get("/api/v1/operations/{operation_id}", response_model=OperationView, responses={404: {"model": Problem}})
+    async def operation(
+        self, operation_id: str, wait_s: Annotated[float, Query(ge=0.0, le=MAX_WAIT_S)] = 0.0
+    ) -> dict[str, Any]:
+        """One operation; with `wait_s` when it has ended, or after that time."""
+        return (await self.log.wait(operation_id, wait_s)).to_json()
+
+    @api.get("/api/v1/incidents", response_model=list[IncidentView])
+    async def incidents(self) -> list[dict[str, Any]]:
+        """All that went wrong, the oldest first."""
+        return [incident.to_json() for incident in self.log.incidents()]
+
+    @api.post(
+        "/api/v1/rollout/scale",
+        status_code=202,
+        response_model=OperationView,
+        responses={409: {"model": Problem}, 422: {"model": Problem}},
+    )
+    async def scale(
+        self, body: ScaleRequest, idempotency_key: Annotated[str | None, Header(min_length=1, max_length=200)] = None
+    ) -> dict[str, Any]:
+        """Set the number of training instances while training goes on; durable, and the same key asks once."""
+        if self.run.ended or not self.args.run.generates:
+            why = f"it has {self.run.state}" if self.run.ended else "it trains on recorded responses"
+            raise NotNow(f"run '{self.args.run.name}' cannot be scaled: {why}")
+        return (await self.scaling.request(body.replicas, idempotency_key)).to_json()
+
     @api.post("/api/v1/stop", status_code=202, response_model=Accepted)
     async def stop(self) -> Accepted:
         """End the run: roles stop, instances and bus are taken down, shared memory is freed."""
@@ -234,8 +281,7 @@ class Controller:
 
     async def renew_bus(self, epoch: str, reason: str) -> None:
         """The manager cannot go on with this bus: an empty one takes its place. Not when it has been replaced."""
-        if epoch == self.bus.caller.epoch:
-            self._bus_given_up = reason
+        self.bus.give_up(epoch, reason)
 
     # ------------------------------------------------------------------ supervision
 
@@ -251,78 +297,77 @@ class Controller:
             logger.exception("controller failed")
             self._error = repr(error)
 
+    async def _watch_bus(self) -> None:
+        if not self.run.ended:
+            await self.bus.watch(lambda: self.run.ended, self.recovery.bus_lost)
+
+    async def _keep_endpoints(self) -> None:
+        await keep_endpoints(self.folder, self.args.run.name, lambda: self.run.ended)
+
     async def _supervise(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
+            now = time.monotonic()
+            if now - self._ticked_at > self.args.controller.recovery.silence_s / 2:
+                self.book.forgive(now - self._ticked_at)  # we were held up, and heard nobody
+            self._ticked_at = now
             if self.run.ended:
-                self._export_live(time.monotonic())  # until the services are taken down
+                self._export_live(now)  # until the services are taken down
             else:
-                await self._tick(time.monotonic())
+                await self._tick(now)
+            if now - self._saved_at >= SAVE_S:
+                self._saved_at = now
+                rows, totals = self.book.rows(), self.book.totals()
+                await asyncio.to_thread(self.store.save, rows, {ACCOUNT: totals})
 
     async def _tick(self, now: float) -> None:
-        try:
-            if now - self.bus_stats_at >= TICK_S:
-                await self._stats()
-        except BusError as error:
-            logger.warning("no statistics of the bus: %s", error)  # `_watch_bus` acts on it
-        if self.bus_stats is not None and not self.bus_stats.account.balanced:
-            await self._end(RunState.FAILED, f"samples do not add up in the bus: {self.bus_stats.account}")
+        if now - self.bus.stats_at >= TICK_S:
+            await self.bus.try_refresh()  # `_watch_bus` acts on a loss
+        if self.bus.stats is not None and not self.bus.stats.account.balanced:
+            await self._fail(f"samples do not add up in the bus: {self.bus.stats.account}")
             return
         fatal = self.book.fatal()
         if fatal is not None:
-            await self._end(RunState.FAILED, fatal)
+            await self._fail(fatal)
         elif self.book.all_done():
-            if self.run.state is RunState.STARTING:  # a run may end before every role was seen running
-                self.run = self.run.move(RunState.RUNNING)
-            self.run = self.run.move(RunState.FINISHING)
-            await self._end(RunState.FINISHED)
+            await self._finish(now)
         elif self.run.state is RunState.STARTING:
-            missing = self.book.missing()
-            if not missing:
-                self.run = self.run.move(RunState.RUNNING)
-            elif now - self.book.started_at > self.args.controller.start_deadline_s:
-                await self._end(
-                    RunState.FAILED, f"{', '.join(missing)} not up within {self.args.controller.start_deadline_s:g} s"
-                )
-        if not self.run.ended:
-            self._watch(now)
-            self._export_live(now)
-            if self.stalled and self.args.controller.stall_stops_run:
-                await self._end(RunState.FAILED, "; ".join(self.stalled))
-
-    async def _watch_bus(self) -> None:
-        """A bus with a dead process, or that is silent for too long, is made anew; its users find it by name."""
-        heard_at = time.monotonic()
-        while not self.run.ended:
-            try:
-                await self.bus.ping()
-                if self._bus_given_up is not None:
-                    raise BusUnavailable(self._bus_given_up)
-            except (BusUnavailable, BusTimeout) as error:
-                if isinstance(error, BusTimeout) and time.monotonic() - heard_at < self.args.controller.bus_silence_s:
-                    continue
-                if not self.run.ended:  # else it was taken down
-                    await self._replace_bus(str(error))
-            heard_at = time.monotonic()
-            await asyncio.sleep(BUS_PING_S)
-
-    async def _replace_bus(self, reason: str) -> None:
-        self.book.bus_restarts += 1
-        logger.error("the bus is lost, number %d: %s", self.book.bus_restarts, reason)
-        if self.book.bus_restarts > self.args.controller.max_bus_restarts:
-            await self._end(RunState.FAILED, f"the bus was lost {self.book.bus_restarts} times; the last: {reason}")
+            await self._check_start(now)
+        if self.run.ended:
             return
-        lost = self.bus.caller
-        await asyncio.to_thread(destroy_bus, self.bus_address)
-        self._bus_given_up = None
-        await self._create_bus()
-        await self.bus.reattach(lost, deadline_s=BUS_START_S)
+        await self.scaling.follow(self.book.manager_facts())
+        if self.run.state is RunState.RUNNING:
+            await self.recovery.step(now)
+        self._watch(now)
+        self._export_live(now)
+        if self.stalled and self.args.controller.stall_stops_run:
+            await self._fail("; ".join(self.stalled))
+
+    async def _finish(self, now: float) -> None:
+        """Every role says that it is done; the run ends once nothing is in flight."""
+        if self.run.state is RunState.STARTING:  # a run may end before every role was seen running
+            await self._move(RunState.RUNNING)
+        if self.run.state is RunState.RUNNING:
+            await self._move(RunState.FINISHING)
+        if not in_flight(self.book, self.bus.stats, 0, now):
+            await self._end(RunState.FINISHED)
+
+    async def _check_start(self, now: float) -> None:
+        missing, limit_s = self.book.missing(), self.args.controller.start_deadline_s
+        if not missing:
+            await self._move(RunState.RUNNING)
+        elif now - self.book.started_at > limit_s:
+            await self._fail(f"{', '.join(missing)} not up within {limit_s:g} s")
+
+    async def _move(self, state: RunState) -> None:
+        self.run = self.run.move(state)
+        await asyncio.to_thread(save_phase, self.store, self.run, self.life)
 
     def _watch(self, now: float) -> None:
         """Say who waits for whom when no counter has moved for `stall_s` (B46)."""
-        if self.bus_stats is None or self.run.state is not RunState.RUNNING:
+        if self.bus.stats is None or self.run.state is not RunState.RUNNING:
             return
-        stall = find_stall(self.book.snapshots(), bus_snapshot(self.bus_stats, now), now, self.args.controller.stall_s)
+        stall = find_stall(self.book.snapshots(), bus_snapshot(self.bus.stats, now), now, self.args.controller.stall_s)
         if stall is not None and not self.stalled:
             logger.warning("%s", stall.text())
         self.stalled = [] if stall is None else [stall.text()]
@@ -331,49 +376,41 @@ class Controller:
         engine = self.config.get("rollout", {}).get("engine", {})
         self.live.export(
             self.book,
-            self.bus_stats,
+            self.bus.stats,
             self.run.state,
             self.stalled,
             {tracker.name: tracker.errors for tracker in self.sinks.trackers},
             engine.get("dtype", "float32"),
             now,
+            self.log.fault_counts(),
         )
 
-    async def _keep_endpoints(self) -> None:
-        """The list of what Prometheus scrapes follows the nodes of the cluster."""
-        known: list[str] = []
-        while not self.run.ended:
-            try:
-                found = await asyncio.wait_for(asyncio.to_thread(metrics_endpoints), ENDPOINTS_DEADLINE_S)
-                if found != known:
-                    await asyncio.to_thread(self.folder.write_targets, found, self.args.run.name)
-                    known = found
-            except (TimeoutError, RayError, RunFolderError) as error:
-                logger.warning("metrics endpoints not listed: %s", error or type(error).__name__)
-            await asyncio.sleep(ENDPOINTS_EVERY_S)
-
-    async def _stats(self) -> None:
-        self.bus_stats = await self.bus.stats()
-        self.bus_stats_at = time.monotonic()
+    async def _fail(self, reason: str) -> None:
+        await self._end(RunState.FAILED, reason)
 
     async def _end(self, state: RunState, reason: str = "") -> None:
         """Write the summary and the report, then tell everybody through their heartbeats."""
         async with self._closing:
             if self.run.ended:
                 return
+            for operation in self.log.open_operations():
+                await self.log.cancel(operation.id, f"the run has {state}")
             await asyncio.to_thread(self.sinks.close, TRACKERS_DEADLINE_S)
             closed = await asyncio.to_thread(
                 close_run,
                 self.book,
                 self.folder,
-                self.bus_stats,
-                time.monotonic() - self.wall_started,
+                self.bus.stats,
+                time.time() - self.life.began_s,
                 state,
                 reason,
                 self.sinks.troubles(),
+                self.log,
             )
             self.summary, self.violations = closed.summary, closed.violations
-            self.run = self.run.move(state, reason)
+            ended_at = await asyncio.to_thread(serve_apps.deployed_at, names.CONTROLLER)
+            self.run, self.life = self.run.move(state, reason), replace(self.life, ended_at=ended_at)
+            await asyncio.to_thread(save_phase, self.store, self.run, self.life)
             self._ask_to_stop()
             self._export_live(time.monotonic())
             if state is RunState.FAILED:
@@ -412,5 +449,9 @@ class Controller:
                 logger.warning("taking down: %s", error)
 
         await asyncio.gather(tell(names.ROLLOUT, "remove_instances"), tell(names.DCS, "remove_weights"))
-        await self.bus.close()
-        await asyncio.to_thread(destroy_bus, self.bus_address)
+        await self.bus.destroy()
+
+    def __del__(self) -> None:
+        """Serve ends this replica: its loops would find no threads any more."""
+        for task in getattr(self, "_tasks", ()):
+            task.cancel()

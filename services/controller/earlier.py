@@ -1,4 +1,4 @@
-"""What an earlier part of the run wrote into its folder: a controller that comes up goes on from it."""
+"""What an earlier part of the run wrote of its evaluations: a controller that comes up goes on from it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from services.controller.book import RunBook
 from services.controller.closing import eval_json
 
 
-def take_up(book: RunBook, folder: RunFolder) -> None:
-    """Its steps and evaluations: figures of the first step, and of the evaluation before it, are of the whole run."""
-    book.steps.extend(folder.read_metrics())
+def take_up_evals(book: RunBook, folder: RunFolder) -> None:
+    """The one before the first step is of the whole run."""
     for line in folder.read_evals():
         report = eval_report(line)
         book.evals[report.when] = report

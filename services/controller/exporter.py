@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import ray
+from ray.exceptions import RayError
 from ray.util.metrics import Gauge
 
 from bus.records import BusStats
 from relax.control.runstate import RunState
 from relax.telemetry.live import LIVE, LiveSample, check_live
 from relax.telemetry.metrics import Metric, MetricError, metric_named
+from relax.telemetry.run_folder import RunFolder, RunFolderError
 from services.controller.book import RunBook
 from services.controller.incidents import Incidents
 from services.controller.live import LiveState, live_samples
@@ -19,6 +22,9 @@ from services.controller.live import LiveState, live_samples
 logger = logging.getLogger("ray.serve")
 
 RUN = "run"
+ENDPOINTS_EVERY_S = 15.0
+"""Nodes that join or leave are in the list that Prometheus reads after at most this time."""
+ENDPOINTS_DEADLINE_S = 10.0
 
 
 class RayMetrics:
@@ -74,17 +80,34 @@ class LiveExport:
         tracker_errors: Mapping[str, int],
         engine_dtype: str,
         now: float,
+        faults: Mapping[str, int],
     ) -> None:
-        """A value that its metric cannot take is left out, told, and an incident."""
+        """`faults`: incidents of the operations log, by fault.
+
+        A value that its metric cannot take is left out, told, and an incident."""
         self._incidents.observe("stall", stalled)
         self._incidents.observe("role_lost", book.lost(now))
         self._incidents.observe("role_failed", [view.instance for view in book.views(now) if view.error])
         self._incidents.observe("tracker_failed", [name for name, errors in tracker_errors.items() if errors])
-        live = LiveState(book, bus, state, bool(stalled), self._incidents, tracker_errors, engine_dtype, now)
+        live = LiveState(book, bus, state, bool(stalled), self._incidents, tracker_errors, engine_dtype, now, faults)
         samples, problems = check_live(live_samples(live))
         for series in self._incidents.observe("metric_refused", problems):
             logger.error("not exported: %s", problems[series])
         self._metrics.write_live(samples)
+
+
+async def keep_endpoints(folder: RunFolder, run: str, ended: Callable[[], bool]) -> None:
+    """The list of what Prometheus scrapes follows the nodes of the cluster, until the run has ended."""
+    known: list[str] = []
+    while not ended():
+        try:
+            found = await asyncio.wait_for(asyncio.to_thread(metrics_endpoints), ENDPOINTS_DEADLINE_S)
+            if found != known:
+                await asyncio.to_thread(folder.write_targets, found, run)
+                known = found
+        except (TimeoutError, RayError, RunFolderError) as error:
+            logger.warning("metrics endpoints not listed: %s", error or type(error).__name__)
+        await asyncio.sleep(ENDPOINTS_EVERY_S)
 
 
 def metrics_endpoints() -> list[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from bus.records import BusStats
+from relax.control.recovery import Fault
 from relax.control.runstate import RunState
 from relax.telemetry.live import INSTANCE_STATES, OTHER_STATE, ROLE_STATES, RUN_STATES, TIME_KINDS, LiveSample
 from services import names
@@ -28,6 +29,8 @@ class LiveState:
     tracker_errors: Mapping[str, int]
     engine_dtype: str
     now: float
+    faults: Mapping[str, int] = field(default_factory=dict)
+    """Incidents of the operations log, by fault."""
 
 
 def live_samples(live: LiveState) -> list[LiveSample]:
@@ -45,12 +48,17 @@ def _run(live: LiveState) -> Iterator[LiveSample]:
     for kind in OWN_KINDS:
         yield LiveSample("incidents", float(live.incidents.counts[kind]), {**own, "kind": kind})
 
+    for fault in Fault:
+        yield LiveSample("incidents", float(live.faults.get(fault.value, 0)), {**own, "kind": fault.value})
+
 
 def _replicas(live: LiveState) -> Iterator[LiveSample]:
     lost = set(live.book.lost(live.now))
     versions = [version for account in live.book.replicas.values() if (version := _version(account)) is not None]
     newest = max(versions, default=0)
     for name, account in live.book.replicas.items():
+        if account.retired:
+            continue
         beat = account.beat
         labels = {"role": beat.role, "instance": name}
         state = "lost" if name in lost else beat.state
@@ -78,6 +86,8 @@ def _replicas(live: LiveState) -> Iterator[LiveSample]:
 
 def _instances(book: RunBook) -> Iterator[LiveSample]:
     for name, account in book.replicas.items():
+        if account.retired:
+            continue
         facts = account.beat.facts
         labels = {"role": account.beat.role, "instance": name}
         if account.beat.role in (names.INSTANCE, names.EVALUATOR):

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+MIN_SPAN_S = 2.0
+"""Two heartbeats that were held up and come together say nothing."""
 WINDOW_S = 15.0
 """Long enough for a few heartbeats, short enough to see a change."""
 
@@ -25,14 +27,14 @@ class Pace:
 
     def shares(self) -> dict[str, float]:
         """Kind -> part of the window; empty before there are two observations."""
-        if self._span_s <= 0:
+        if self._span_s < MIN_SPAN_S:
             return {}
         (_, first, _), (_, last, _) = self._seen[0], self._seen[-1]
         return {kind: (last[kind] - first.get(kind, 0.0)) / self._span_s for kind in last}
 
     def tokens_per_s(self) -> float:
         """0 before there are two observations."""
-        return (self._seen[-1][2] - self._seen[0][2]) / self._span_s if self._span_s > 0 else 0.0
+        return (self._seen[-1][2] - self._seen[0][2]) / self._span_s if self._span_s >= MIN_SPAN_S else 0.0
 
     @property
     def _span_s(self) -> float:

@@ -25,7 +25,7 @@ from services.consume import consume
 from services.controller.api import SampleRecord, sample_lines
 from services.reward.api import ScoreReply, ScoreRequest
 from services.rollout.evaluation import PART_TAG
-from services.runtime import START_DEADLINE_S, RoleReporter, call, run_folder_path
+from services.runtime import START_DEADLINE_S, RoleReporter, run_folder_path
 
 PUT_EVERY_S = 0.5
 """Rewards that are slower than this do not hold back those that are ready."""
@@ -55,7 +55,7 @@ class Reward:
         await self.pool.start()
         self.failures = FailureWindow()
         self._unreported: list[SampleRecord] = []
-        self._reporting = asyncio.Lock()
+        self._sample_reports = 0
         self.bus = await BusClient.connect(
             info.bus, owner=self.reporter.owner, role=names.REWARD, config=args.run.bus, deadline_s=60.0
         )
@@ -95,19 +95,20 @@ class Reward:
         await consume(self.bus, request, self.reporter, self._score_lease, self._closed)
 
     async def _closed(self, closed: bool) -> None:
-        await self._report()
+        self._report()
+        await self.reporter.told()
         self.reporter.state = "done" if closed else "running"
 
     async def _report_loop(self) -> None:
         while not self.reporter.stopped.is_set():
             await asyncio.sleep(REPORT_EVERY_S)
-            await self._report()
+            self._report()
 
-    async def _report(self) -> None:
-        async with self._reporting:  # in order, and the last caller waits for all
-            samples, self._unreported = self._unreported, []
-            if samples:
-                await call(names.CONTROLLER, "report_samples", sample_lines(samples))
+    def _report(self) -> None:
+        samples, self._unreported = self._unreported, []
+        if samples:
+            self._sample_reports += 1
+            self.reporter.tell("report_samples", sample_lines(samples), self.reporter.replica_id, self._sample_reports)
 
     async def _score_lease(self, lease: Lease) -> None:
         texts = [self._response(row) for row in lease.rows]

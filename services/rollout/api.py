@@ -14,6 +14,8 @@ class InstanceStatus:
     running_samples: int
     url: str
     replica_id: str
+    draining: bool = False
+    """It leases no more: an earlier manager was taking it away."""
 
 
 @dataclass(frozen=True, slots=True)

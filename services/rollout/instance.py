@@ -7,6 +7,7 @@ lease loop      free slots ─▶ lease prompt groups ─▶ worker.step per mis
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import time
@@ -51,12 +52,14 @@ from services.rollout.api import InstanceStatus
 from services.rollout.put_batcher import PutBatcher
 from services.rollout.rows import row_put
 from services.rollout.weights import NodeWeights
-from services.runtime import RoleReporter, call, call_when_up, limit_threads, run_folder_path
+from services.runtime import RoleReporter, call_when_up, limit_threads, run_folder_path
 
 logger = logging.getLogger("ray.serve")
 
 LONG_POLL_S = 2.0
 WEIGHTS_POLL_S = 5.0
+RELEASE_S = 5.0
+"""For the leases of a drained instance to be given back."""
 
 
 def sample_seed(run_seed: int, sample_id: str) -> int:
@@ -120,8 +123,10 @@ class RolloutInstance:
         self.version = NO_VERSION
         self.adopted = asyncio.Event()
         self.running_samples = 0
+        self._request_s, self._counted_at = 0.0, time.monotonic()
         self.freed = asyncio.Event()
         self.draining = False
+        self._leases_no_more = asyncio.Event()
         self._groups: set[asyncio.Task[None]] = set()
         self.reporter.refresh = self._refresh_facts
         self.reporter.state = "waiting_weights"
@@ -136,6 +141,8 @@ class RolloutInstance:
 
     def _refresh_facts(self) -> None:
         engine = self.engine.status()
+        self._run_more(0)
+        self.reporter.facts["request_s"] = self._request_s
         self.reporter.facts.update(
             busy_s=engine.busy_s, running=engine.running, waiting=engine.waiting, swap_stall_s=engine.swap_stall_s
         )
@@ -147,6 +154,7 @@ class RolloutInstance:
             running_samples=self.running_samples,
             url=self.server.url,
             replica_id=self.reporter.replica_id,
+            draining=self.draining,
         )
 
     async def hold(self, published: PublishedVersion) -> None:
@@ -155,17 +163,28 @@ class RolloutInstance:
             await self._take(published)
 
     async def drain(self, deadline_s: float) -> bool:
-        """Lease no more and wait until nothing runs; False when the deadline came first."""
+        """Lease no more and wait until nothing runs. False when the deadline came first: what is unfinished then is
+        released, and others lease it."""
         self.draining = True
+        self.freed.set()
+        self.reporter.state = "draining"
         end = time.monotonic() + deadline_s
+        if self.adopted.is_set() or self.version >= 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leases_no_more.wait(), min(deadline_s, 2 * LONG_POLL_S))
         while self._groups and (left := end - time.monotonic()) > 0:
             await asyncio.wait(self._groups, timeout=left)
-        return not self._groups
+        finished = not self._groups
+        for group in self._groups:
+            group.cancel()
+        if self._groups:
+            await asyncio.wait(self._groups, timeout=RELEASE_S)
+        return finished
 
     # ------------------------------------------------------------------ weights
 
     async def _adopt_loop(self) -> None:
-        while not self.reporter.stopped.is_set() and not (self.evaluator and self.version >= 0):
+        while not (self.reporter.stopped.is_set() or self.draining or (self.evaluator and self.version >= 0)):
             newer: PublishedVersion | None = await call_when_up(
                 names.DCS, "wait_newer", int(self.version), WEIGHTS_POLL_S
             )
@@ -213,7 +232,7 @@ class RolloutInstance:
             gap_mean=gap_mean,
             seconds=seconds,
         )
-        await call(names.CONTROLLER, "report_adoption", adoption)
+        self.reporter.tell("report_adoption", adoption)
 
     async def _probe_gap(self, published: PublishedVersion) -> tuple[float, float]:
         """max and mean |trainer - engine| log-prob of the probe, at equal version, with a fresh KV."""
@@ -234,7 +253,12 @@ class RolloutInstance:
     async def _lease_loop(self) -> None:
         with self.reporter.time_split.book(WAIT_WEIGHTS):
             await self.adopted.wait()
-        self.reporter.state = "active"
+        if not self.draining:
+            self.reporter.state = "active"
+            await self._lease_until_drained()
+        self._leases_no_more.set()
+
+    async def _lease_until_drained(self) -> None:
         group_size = self.args.run.group_size
         while not self.reporter.stopped.is_set() and not self.draining:
             free = self.args.rollout.engine.slots - self.running_samples
@@ -291,10 +315,16 @@ class RolloutInstance:
 
     def _start(self, lease: Lease) -> None:
         samples = sum(len(group.missing) for group in lease.groups)
-        self.running_samples += samples
+        self._run_more(samples)
         task = asyncio.create_task(self._run_lease(lease, samples))
         self._groups.add(task)
         task.add_done_callback(self._groups.discard)
+
+    def _run_more(self, samples: int) -> None:
+        """So many more run now, or fewer; their time adds up."""
+        now = time.monotonic()
+        self._request_s += self.running_samples * (now - self._counted_at)
+        self.running_samples, self._counted_at = self.running_samples + samples, now
 
     async def _run_lease(self, lease: Lease, samples: int) -> None:
         left = samples
@@ -306,7 +336,7 @@ class RolloutInstance:
                 await self._sample(lease.lease_id, group, self._item(group, *prompts[group.group_id], k))
             finally:
                 left -= 1
-                self.running_samples -= 1
+                self._run_more(-1)
                 self.freed.set()
 
         try:
@@ -321,7 +351,7 @@ class RolloutInstance:
             if not self.reporter.stopped.is_set():
                 self.reporter.fail(error)
         finally:
-            self.running_samples -= left
+            self._run_more(-left)
             self.freed.set()
 
     async def _sample(self, lease_id: str, group: GroupInfo, item: DataItem) -> None:

@@ -80,7 +80,8 @@ class Validation:
             finally:
                 if held is not None:
                     await call(names.DCS, "unpin", held.version)
-            await call(names.CONTROLLER, "report_eval", report)
+            self.reporter.tell("report_eval", report)
+            await self.reporter.told()
             self.reporter.count("evaluations")
 
     async def _answer(self, when: str, version: PolicyVersion) -> EvalReport:

@@ -140,3 +140,13 @@ def test_weights_that_no_instance_can_adopt_end_the_run(book: RunBook) -> None:
     for name in ("rollout-0", "rollout-1"):
         book.record_beat(beat("instance", instance=name, **holds), 2.0)
     assert book.fatal() is None, "they hold older weights"
+
+
+def test_a_heartbeat_that_was_held_up_changes_nothing(book: RunBook) -> None:
+    """behaviour: B34"""
+    book.record_beat(beat("reward", counters={"rows": 3}, number=7, started_s=10.0), 1.0)
+    book.record_beat(beat("reward", counters={"rows": 2}, number=6, started_s=10.0), 2.0)
+    assert book.counter("reward", "rows") == 3
+    book.record_beat(beat("reward", "r2", counters={"rows": 1}, number=1, started_s=20.0), 3.0)
+    book.record_beat(beat("reward", "r1", counters={"rows": 4}, number=8, started_s=10.0), 4.0)
+    assert book.restarts() == 1 and book.replicas["reward"].beat.replica_id == "r2"

@@ -36,6 +36,8 @@ SERIES: dict[str, dict[str, tuple[str, str]]] = {
         series("role_state", *REPLICA): (f"{ROLE_STATES['active']}x5", f"{ROLE_STATES['failed']}x180"),
     },
     "RelaxRoleRestarted": {series("restarts", *REPLICA): ("0x5", "1x180")},
+    "RelaxRoleHung": {incidents("hung"): ("0x5", "1x180")},
+    "RelaxStraggler": {incidents("straggler"): ("0x5", "1x180")},
     "RelaxInstanceLagging": {series("version_behind", *REPLICA): ("1x5", "3x180")},
     "RelaxAdoptionsFail": {incidents("adoption_failed"): ("0x5", "5x180")},
     "RelaxLogprobGapOverBand": {
