@@ -49,6 +49,7 @@ logger = logging.getLogger("ray.serve")
 LONG_POLL_S = 2.0
 PUT_DEADLINE_S = 60.0
 DROP_CHECK_S = 0.5
+GONE_POLL_S = 0.2
 RenewBus = Callable[[str, str], Awaitable[None]]
 """Asks the owner of the bus for an empty one in the place of that of an epoch, for a reason; it comes later."""
 
@@ -202,6 +203,9 @@ class GroupKeeper:
         if not kept:
             reason = f"rows of steps after {lineage.through_step}, which are to be trained again, are gone"
             await self._renew_bus(here.epoch, reason)
+            while self.bus.caller == here:  # until it is gone: `BusUnavailable`
+                await self.bus.ping()
+                await asyncio.sleep(GONE_POLL_S)
             raise BusUnavailable(reason)
 
     async def close(self, topic: str) -> None:

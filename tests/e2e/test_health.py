@@ -111,7 +111,10 @@ def test_training_goes_on_without_its_controller_which_takes_up_where_it_was(run
     assert done.summary["trained"] == steps * GROUPS * 16 and done.summary["steps"] == steps
 
 
-@pytest.mark.parametrize("stopped", ["reward", "ref", "rollout-0"])
+@pytest.mark.parametrize(
+    "stopped",
+    ["reward", pytest.param("ref", marks=pytest.mark.slow), pytest.param("rollout-0", marks=pytest.mark.slow)],
+)
 def test_a_stopped_process_is_replaced_and_nobody_else(run: Runner, stopped: str) -> None:
     """behaviour: B31 B34 B44"""
     api: list[Api] = []

@@ -73,7 +73,13 @@ def check_trained_once(command: RunCommand, steps: int) -> None:
     assert summary["steps"] == steps and summary["reward_first"] == records[0]["reward_mean"]
 
 
-@pytest.mark.parametrize("torn", [False, True], ids=["on an epoch border", "behind a torn checkpoint"])
+@pytest.mark.parametrize(
+    "torn",
+    [
+        pytest.param(False, id="on an epoch border", marks=pytest.mark.slow),
+        pytest.param(True, id="behind a torn checkpoint"),
+    ],
+)
 def test_a_killed_run_trains_all_prompts_as_if_it_had_not_been(begin: Begin, torn: bool) -> None:
     """The first epoch ends with step 20, of which there is a checkpoint; torn, that of step 10 counts. The run goes on
     with one instance in place of two, and another micro-batch size.
