@@ -35,7 +35,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=8,
         tie_word_embeddings=True,
         max_position_embeddings=64,
-        initializer_range=0.2,
+        initializer_range=0.1,  # with 0.2 some log-probs are so low that exp() of the KL estimate blows up rounding
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 64}')
