@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from bus.errors import BusError, IncompleteGroup, IncompleteRow
-from bus.index.state import TRAINED, Group, LeaseState
+from bus.index.state import Group, LeaseState
 from bus.records import Closed, Empty, EventKind, Grant, Rollback, VerdictKind
 
 OWNERS = ("rollout", "reward", "ref", "actor")
@@ -205,6 +205,7 @@ class Traffic(RuleBasedStateMachine):
             assert not any(step > to_step for step in self.state.trained_in)
             assert not any(e.kind is EventKind.TRAINED and e.step > to_step for e in self.state.events if e.step)
             self.step = to_step
+            self.trained = [group_id for group_id in self.trained if group_id not in self.state.open_train]
         else:
             assert self.d.index.account() == before and self.state.lineage == lineage
 
@@ -298,7 +299,7 @@ class Traffic(RuleBasedStateMachine):
             live = [
                 row
                 for group in groups
-                if not group.freed and (group.fate == TRAINED) == retained
+                if not group.freed and group.retained == retained
                 for row in (group.prompt, *group.sample_rows())
                 if row.visible
             ]

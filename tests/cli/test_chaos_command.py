@@ -48,7 +48,7 @@ def test_processes_are_told_of_the_points_and_the_bus_may_be_lost_as_often_as_pl
         "before_commit-actor-kill-armed",
         "mid_save-dcs-no_space-armed",
     }
-    assert file.controller.max_bus_restarts == 10 + 8
+    assert file.controller.recovery.bus_budget == 10 + 8
 
 
 def test_a_simulated_run_is_struck_and_judged() -> None:
