@@ -404,6 +404,7 @@ class SimulatedActor(TrainingLoop):
             if lease is None:
                 break
             self.reporter.faults.passing(Point.AFTER_LEASE)
+            self._check_lag(lease)
             leases.append(lease)
             groups += [group.group_id for group in lease.groups]
             samples.update(row.group_id for row in lease.rows)
@@ -427,6 +428,13 @@ class SimulatedActor(TrainingLoop):
             self.stage.checkpoint = self._state()
             await self.link.until_done(lambda: self.bus.gc(self.step))
         return True
+
+    def _check_lag(self, lease: Lease) -> None:
+        """Rows of a later policy than the trained one are as wrong as those of too old a one."""
+        for row in lease.rows:
+            lag = int(self.version) - int(row.tags["oldest_version"] or 0)
+            if not 0 <= lag <= self.run_config.token_lag_bound:
+                self.stage.weights.broken = f"row {row.row_id} lags {lag} versions behind step {self.step}"
 
     def _take(self, groups: list[str], samples: Counter[str]) -> None:
         """The step is in the weights, and in the snapshot."""
