@@ -55,6 +55,9 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.engine --json
 	$(BIN)/python -m benchmarks.sync --json
 	$(BIN)/python -m benchmarks.pipeline --json
+	$(BIN)/python -m benchmarks.saving --json
+	$(BIN)/python -m benchmarks.memory --json
+	$(BIN)/python -m benchmarks.recovery --json
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache

@@ -25,16 +25,21 @@ class Published:
 
 
 def version_to_publish(
-    step: int, published: Published | None, newest: PolicyVersion, needed: PolicyVersion
+    step: int, published: Published | None, newest: Published | None, needed: PolicyVersion
 ) -> PolicyVersion | None:
     """What a trainer that goes on from its state after `step` has to publish first; None: the engines can go on.
 
-    published: None when no engine can take any. newest: the highest version ever published, -1 before the first.
-    needed: what the open prompt groups ask for.
+    published: None when no engine can take any. newest: the highest version ever published, whose weights may be gone;
+    None before the first. needed: what the open prompt groups ask for. Where only the weights of this very step are
+    gone, they come again under their own number.
     """
     if published is not None and step <= published.step and needed <= published.version:
         return None
-    return PolicyVersion(max(newest + 1, needed))
+    if newest is None:
+        return needed
+    if published is None and newest.step == step and needed <= newest.version:
+        return newest.version
+    return PolicyVersion(max(newest.version + 1, needed))
 
 
 def next_version(step: int, published: Published) -> PolicyVersion | None:

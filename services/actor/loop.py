@@ -221,17 +221,17 @@ class TrainingLoop:
         published = Published(PolicyVersion(newest.version), newest.step) if newest is not None else None
         if published is not None:
             self.published = published
-        self._go_on(published, PolicyVersion(ticket.newest_version))
+        self._go_on(published, ticket.newest)
         self.wait(self.link.until_done(self._recommit), REJOIN_DEADLINE_S)
 
-    def _go_on(self, published: Published | None, newest: PolicyVersion) -> None:
-        """Say where we are; what was trained later is trained again. `newest`: version ever published, -1 before one.
+    def _go_on(self, published: Published | None, newest: Published | None) -> None:
+        """Say where we are; what was trained later is trained again. `newest`: version ever published, None before one.
 
         Publishes the present policy when no engine has one that the open groups may be made with.
         """
         needed = PolicyVersion(0)
-        if newest >= 0:
-            state = ActorState(self.step, int(newest), published.step if published is not None else self.step)
+        if newest is not None:
+            state = ActorState(self.step, int(newest.version), published.step if published is not None else self.step)
             calling = call_when_up(names.ROLLOUT, "go_on_from", state, deadline_s=GO_ON_DEADLINE_S)
             needed = PolicyVersion(self.wait(calling, GO_ON_DEADLINE_S))
         version = version_to_publish(self.step, published, newest, needed)
@@ -255,7 +255,7 @@ class TrainingLoop:
     def _go_on_in_another_bus(self) -> None:
         """Rows that were to be trained again went with the old one, and are made anew by the policy as it is now."""
         if self.step < self.published.step:
-            self._go_on(self.published, self.published.version)
+            self._go_on(self.published, self.published)
             self.wait(self.link.until_done(self._tell_version), REJOIN_DEADLINE_S)
 
     async def _until_recorded(self, though_stopped: bool = False) -> None:

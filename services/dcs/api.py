@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from relax.control.lineage import Published
 from relax.types import RelaxError
 from relax.weights.cache import SUFFIX as CACHE_SUFFIX
 from relax.weights.tcp import WeightSource, is_loopback
@@ -19,16 +20,16 @@ class Unreachable(RelaxError):
 class PublishTicket:
     """Where the actor stages a version: the store's root folder in memory-backed storage, on this Ray node.
 
-    `snapshots`: folder beside it for the actor's own state (`relax.checkpoint.snapshot`). `newest_version`: the highest
-    that was ever published in this run folder, -1 before the first; its weights may be gone. `reserve_bytes`: what must
-    stay free there.
+    `snapshots`: folder beside it for the actor's own state (`relax.checkpoint.snapshot`). `newest`: the highest
+    version that was ever published in this run folder, and its step; its weights may be gone. `reserve_bytes`: what
+    must stay free there.
     """
 
     root: str
     snapshots: str
     bucket_bytes: int
     node_id: str
-    newest_version: int
+    newest: Published | None
     reserve_bytes: int = 0
 
 

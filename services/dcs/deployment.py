@@ -17,6 +17,7 @@ from relax.checkpoint.snapshot import copy_snapshot, newest_snapshot, read_snaps
 from relax.checkpoint.store import CheckpointStore
 from relax.config.faults import Point
 from relax.config.sections import DcsArgs
+from relax.control.lineage import Published
 from relax.telemetry.time_split import WORK
 from relax.types import PolicyVersion, RelaxError
 from relax.weights.manifest import CorruptWeights
@@ -115,12 +116,13 @@ class Dcs:
         return result
 
     async def begin_publish(self) -> PublishTicket:
+        newest = self.versions.newest
         return PublishTicket(
             root=str(self.weights.root),
             snapshots=str(self.snapshots),
             bucket_bytes=self.args.dcs.bucket_bytes,
             node_id=self.place.node_id,
-            newest_version=int(self.versions.newest),
+            newest=None if newest is None else Published(newest.version, newest.step),
             reserve_bytes=self.args.dcs.reserve_bytes,
         )
 

@@ -1,6 +1,7 @@
 """The table of published versions: a line each in the run folder, which outlives the weights and this process.
 
-A version is given once in a run, however often it is taken up again: the next one is always above the last line.
+A version is given once in a run, however often it is taken up again: the next one is above all lines. Only the same
+weights may come again under their number, after the memory that held them is gone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from relax.types import PolicyVersion
+from relax.weights.manifest import CorruptWeights
 
 FILE = "versions.jsonl"
 
@@ -35,12 +37,17 @@ class VersionTable:
                 file.write(b"\n")
 
     @property
-    def newest(self) -> PolicyVersion:
-        """The highest version that was ever published; -1 before the first."""
-        return max((line.version for line in self.lines), default=PolicyVersion(-1))
+    def newest(self) -> VersionLine | None:
+        """The highest version that was ever published; None before the first."""
+        return max(self.lines, key=lambda line: line.version, default=None)
 
     def add(self, line: VersionLine) -> None:
-        """Durable when this returns."""
+        """Durable when this returns. A version that comes again has to be the same: raises `CorruptWeights`."""
+        for known in self.lines:
+            if known.version == line.version and known != line:
+                raise CorruptWeights(f"version {line.version} was published before, with other weights")
+            if known == line:
+                return
         with self._path.open("ab") as file:
             file.write(json.dumps(asdict(line)).encode() + b"\n")
             file.flush()

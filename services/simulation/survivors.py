@@ -382,10 +382,10 @@ class SimulatedActor(TrainingLoop):
 
     async def _agree(self, published: Published | None) -> None:
         """As `TrainingLoop._go_on`."""
-        newest, needed = PolicyVersion(self.stage.weights.version), PolicyVersion(0)
+        needed = PolicyVersion(0)
         if published is not None:
-            needed = await ask_manager(self.stage, ActorState(self.step, int(newest), published.step))
-        version = version_to_publish(self.step, published, newest, needed)
+            needed = await ask_manager(self.stage, ActorState(self.step, int(published.version), published.step))
+        version = version_to_publish(self.step, published, published, needed)
         if version is not None:
             await self._publish_version(version)
 
