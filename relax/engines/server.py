@@ -91,7 +91,12 @@ class HttpServer:
         self._socket.bind((host, port))
         self.host, self.port = self._socket.getsockname()[:2]
         config = uvicorn.Config(
-            build_app(service), log_level="warning", lifespan="off", access_log=False, timeout_graceful_shutdown=1
+            build_app(service),
+            log_config=None,  # its own would close the log handlers of this process, and Serve reads one of them
+            log_level="warning",
+            lifespan="off",
+            access_log=False,
+            timeout_graceful_shutdown=1,
         )
         self._server = _Server(config)
         self._thread = threading.Thread(

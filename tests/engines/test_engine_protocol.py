@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from itertools import pairwise
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -353,3 +355,21 @@ async def test_a_server_that_is_gone_is_an_engine_error(kit: Any) -> None:
     with pytest.raises(EngineError, match="unreachable"):
         await client.server_info(deadline_s=5)
     await client.close()
+
+
+def test_a_server_leaves_the_log_handlers_of_its_process_open(kit: Any) -> None:
+    """Serve keeps the log of a replica in one, and asks it for its file when Serve's own controller comes up again: a
+    closed one cost every rollout instance its life then.
+
+    behaviour: B34
+    """
+    kept = MemoryHandler(10, target=logging.NullHandler())
+    logging.getLogger("test.kept").addHandler(kept)
+    try:
+        with kit.engine(kit.model()) as driver:
+            server = HttpServer(EngineService(driver.engine))
+            server.start(30)
+            server.stop(30)
+        assert kept.target is not None
+    finally:
+        logging.getLogger("test.kept").removeHandler(kept)
