@@ -97,10 +97,13 @@ def needs_proximal(config: AlgorithmConfig) -> bool:
 
 
 def needs_step(config: AlgorithmConfig, own: OwnAdvantage | None = None) -> bool:
-    """Whether all rows of a step must be there before the first backward pass; otherwise they are streamed."""
+    """Whether all rows of a step must be there before the first backward pass; otherwise they are streamed.
+
+    With several updates they must be: a step that loses rows after its first update could not be discarded any more.
+    """
     return (
         (config.whiten and needs_reward(config))
-        or config.epochs > 1
+        or config.updates_per_step > 1
         or needs_proximal(config)
         or needs_values(config)
         or getattr(own, "needs", "group") == "step"

@@ -91,12 +91,9 @@ class StepTrainer:
     # ---- streamed
 
     def _streamed(self, supply: Supply, version: PolicyVersion, updates: _Updates) -> None:
-        groups = self._run.groups_per_step // self._algorithm.mini_batches
-        for _ in range(self._algorithm.mini_batches):
-            batches = self._stream(supply(groups), version)
-            first = next(batches, None)
-            if first is None:
-                return
+        batches = self._stream(supply(self._run.groups_per_step), version)
+        first = next(batches, None)
+        if first is not None:
             updates.add(self._backend.step, chain([first], batches), self._loss)
 
     def _stream(self, portions: Iterable[Sequence[TrainRow]], version: PolicyVersion) -> Iterator[TrainBatch]:

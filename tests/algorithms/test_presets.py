@@ -89,7 +89,7 @@ def test_a_preset_gives_what_its_paper_says_and_the_user_may_change_any_field() 
     ("fields", "step", "proximal"),
     [
         ({"name": "grpo"}, False, False),
-        ({"name": "grpo", "mini_batches": 4}, False, False),
+        ({"name": "grpo", "mini_batches": 4}, True, False),
         ({"name": "grpo", "epochs": 2}, True, False),
         ({"name": "dapo", "behaviour": "trainer"}, False, False),
         ({"name": "dapo", "behaviour": "trainer", "mini_batches": 2}, True, True),

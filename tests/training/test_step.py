@@ -120,6 +120,25 @@ def test_mini_batches_are_updates_of_their_own(name: str, make_backend: MakeBack
     assert outcome.result.n_rows == 3 * GROUPS
 
 
+@pytest.mark.parametrize("name", ["grpo", "reinforce_pp"])
+def test_a_step_of_several_updates_whose_rows_are_lost_has_made_none(
+    name: str, make_backend: MakeBackend, make_rows: MakeRows
+) -> None:
+    """behaviour: B12. It is discarded, and its groups come again: an update that had been made would count twice."""
+    backend = make_backend(OPTIM)
+    inner = in_portions(scored_rows(make_rows), 1)
+
+    def supply(groups: int) -> Iterator[list[TrainRow]]:
+        for portion, rows in enumerate(inner(groups)):
+            if portion == GROUPS - 1:
+                raise ConnectionError("the bus is gone")
+            yield list(rows)
+
+    with pytest.raises(ConnectionError):
+        trainer(backend, AlgorithmConfig(name=name, mini_batches=2)).train(supply, 0, V0)
+    assert backend.describe()["updates"] == 0
+
+
 def test_epochs_pass_over_the_step_again(make_backend: MakeBackend, make_rows: MakeRows) -> None:
     backend = make_backend(OPTIM)
     algorithm = AlgorithmConfig(name="dapo", epochs=3, mini_batches=2)
