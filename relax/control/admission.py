@@ -210,14 +210,6 @@ class AdmissionState:
         """Its rows are lost: it will be admitted once more, when there is capacity. False when it was not open."""
         return self._close(group_id)
 
-    def readmit(self, group_id: GroupId, now_s: float) -> PolicyVersion:
-        """A new attempt at an open group, whose rows were lost: it keeps its place in the counts and gets a
-        new `min_version` and deadline. Raises `AdmissionRefused` for a group that is not open."""
-        if group_id not in self._open:
-            raise AdmissionRefused(f"group {group_id} is not in flight, so it cannot be attempted again")
-        self._open[group_id] = OpenGroup(group_id, self.version, now_s)
-        return self.version
-
     def mark_complete(self, group_id: GroupId) -> bool:
         """Every member is terminal. False for a group that is not open."""
         group = self._open.get(group_id)

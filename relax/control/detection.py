@@ -64,7 +64,6 @@ class ReplicaHealth:
     median_s: float | None = None
     gone: bool = False
     error: str | None = None
-    state_lost: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,7 @@ def _fault_of(replica: ReplicaHealth, config: RecoveryConfig) -> tuple[Fault, st
     if replica.silent_s >= silence_s:
         return Fault.SILENT, f"no heartbeat for {replica.silent_s:.1f} s, the limit is {silence_s:g} s"
     if replica.error is not None:
-        return (Fault.STATE_LOST if replica.state_lost else Fault.ERROR), replica.error.strip().splitlines()[-1]
+        return Fault.ERROR, replica.error.strip().splitlines()[-1]
     if replica.state in IDLE_STATES or replica.role in PASSIVE_ROLES:
         return None
     limit_s = progress_limit_s(replica.role, replica.median_s, config)

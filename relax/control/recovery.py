@@ -35,8 +35,6 @@ class Fault(enum.StrEnum):
     ENGINE_WITHOUT_WEIGHTS = "engine_without_weights"
     """An instance that serves and cannot get a version."""
     BUS_LOST = "bus_lost"
-    STATE_LOST = "state_lost"
-    """What the actor would go on from is gone."""
 
 
 class Action(enum.StrEnum):
@@ -69,7 +67,6 @@ _ANY: Mapping[Fault, Action] = {
     _F.DEPLOY_FAILED: _A.REDEPLOY,
     _F.ENGINE_WITHOUT_WEIGHTS: _A.RESTART_REPLICA,
     _F.BUS_LOST: _A.RENEW_BUS,
-    _F.STATE_LOST: _A.GLOBAL_RECOVERY,
 }
 _INSTANCE: Mapping[Fault, Action] = {
     **_ANY,
@@ -134,8 +131,6 @@ def decide(
         action = Action.NONE
     if action is Action.NONE:
         return Decision(action, target, f"{fault} is only reported", now_s)
-    if action is Action.GLOBAL_RECOVERY:
-        return _global(f"{fault} of {target}", attempts, now_s, config)
     budget, limit = target, config.budget
     if action is Action.RENEW_BUS:
         limit = config.bus_budget

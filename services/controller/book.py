@@ -113,7 +113,6 @@ class ReplicaAccount:
             median_s=self.times.median_s(),
             gone=not alive(beat),
             error=beat.error,
-            state_lost=bool(beat.facts.get("state_lost")),
         )
 
     def has_worked(self) -> bool:

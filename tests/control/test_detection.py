@@ -37,7 +37,6 @@ def fault_of(replica: ReplicaHealth, config: RecoveryConfig = CONFIG) -> Fault |
         ({"still_s": 50.0, "median_s": None}, None),
         ({"still_s": 100.0, "median_s": None}, Fault.HUNG),
         ({"error": "Traceback ...\nValueError: no"}, Fault.ERROR),
-        ({"error": "gone", "state_lost": True}, Fault.STATE_LOST),
         ({"gone": True, "silent_s": 50.0}, Fault.REPLICA_DEAD),
         ({"state": "done", "still_s": 500.0}, None),
         ({"state": "done", "silent_s": 10.0}, Fault.SILENT),

@@ -46,8 +46,7 @@ def test_local_comes_first_then_global_then_the_run_fails() -> None:
     assert actions == [Action.RESTART_REPLICA] * 3 + [Action.GLOBAL_RECOVERY, Action.FAIL_RUN]
 
 
-def test_the_loss_of_the_actors_state_is_global_at_once_and_a_lost_bus_alone_is_not() -> None:
-    assert decide("actor", "actor", Fault.STATE_LOST, [], 0.0, CONFIG).action is Action.GLOBAL_RECOVERY
+def test_a_lost_bus_is_renewed_until_its_budget_is_spent() -> None:
     actions = [decision.action for decision in answers("bus", Fault.BUS_LOST, 4)]
     assert actions == [Action.RENEW_BUS] * 2 + [Action.GLOBAL_RECOVERY, Action.FAIL_RUN]
 
