@@ -23,9 +23,9 @@ from typing import Any
 
 from relax.control.operations import Incident, Operation
 from relax.types import Json, RelaxError
+from services.sqlite import connect, transaction
 
 SCHEMA_VERSION = 1
-_BUSY_TIMEOUT_S = 10.0
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -68,9 +68,7 @@ class Store:
         self._lock = threading.Lock()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, timeout=_BUSY_TIMEOUT_S, check_same_thread=False, isolation_level=None)
-            self._db.execute("PRAGMA journal_mode=WAL")
-            self._db.execute("PRAGMA synchronous=FULL")
+            self._db = connect(path)
             self._open_schema()
         except (sqlite3.DatabaseError, OSError) as error:
             raise StoreError(
@@ -94,14 +92,8 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
+        with self._lock, transaction(self._db):
+            yield
 
     # ------------------------------------------------------------------ state
 

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Self
 
 from relax.types import GroupId, Json, PolicyVersion, Purpose, RelaxError
+from services.sqlite import connect, transaction
 
 SCHEMA_VERSION = 3
-_BUSY_TIMEOUT_S = 10.0
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -442,13 +442,8 @@ class Ledger:
         with self._mutex:
             if self._lock_fd is None:
                 raise LedgerError(f"{self.path} is open for reading only, or closed")
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
+            with transaction(self._db):
                 yield
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
 
     def _all(self, sql: str, parameters: Sequence[object] = ()) -> list[tuple[Json, ...]]:
         with self._mutex:
@@ -480,23 +475,10 @@ def _lock(path: Path) -> int:
 
 
 def _open(path: Path, read_only: bool) -> sqlite3.Connection:
-    mode = "ro" if read_only else "rwc"
     try:
-        db = sqlite3.connect(
-            f"{path.absolute().as_uri()}?mode={mode}",
-            uri=True,
-            timeout=_BUSY_TIMEOUT_S,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-        db.execute("PRAGMA foreign_keys = ON")
-        if not read_only:
-            db.execute("PRAGMA journal_mode = WAL")
-            # A checkpoint on disk must never be ahead of the ledger, after a power failure either.
-            db.execute("PRAGMA synchronous = FULL")
+        return connect(path, read_only=read_only)
     except sqlite3.DatabaseError as error:
         raise LedgerError(f"cannot open the ledger {path}: {error}") from error
-    return db
 
 
 def _terminal_from(row: tuple[Json, ...]) -> Terminal:
