@@ -1,6 +1,6 @@
 """Fault points of a process: it fails where its run file says, once in the life of the run folder.
 
-RUN/faults/<name>.armed      relax chaos: the next passage is to fail (faults with `at: null`)
+RUN/faults/<name>.armed      relax chaos: the next passage of the process that it names fails (faults with `at: null`)
 RUN/faults/<name>.fired      written before the fault happens, so that a successor does not fail there again
 """
 
@@ -29,7 +29,7 @@ class FaultPoints:
 
     def __init__(self, faults: Sequence[FaultPoint], names: tuple[str, ...], run_dir: Path) -> None:
         """`names`: by which faults mean this process: its role and its own name."""
-        self._folder = run_dir / FOLDER
+        self._folder, self._names = run_dir / FOLDER, names
         self._passed: dict[Point, int] = {}
         self._mine: dict[Point, list[FaultPoint]] = {}
         for fault in faults:
@@ -52,8 +52,11 @@ class FaultPoints:
         return fault.at == passed and self._mark(fault)
 
     def _disarm(self, fault: FaultPoint) -> bool:
+        armed = self._file(fault, ARMED)
         try:
-            self._file(fault, ARMED).rename(self._file(fault, FIRED))
+            if armed.read_text() not in self._names:
+                return False
+            armed.rename(self._file(fault, FIRED))
         except FileNotFoundError:
             return False
         self._flush()
@@ -80,12 +83,14 @@ class FaultPoints:
         return self._folder / f"{fault.name}{suffix}"
 
 
-def arm(fault: FaultPoint, run_dir: Path) -> None:
-    """The next passage of a fault with `at: null` is to fail."""
+def arm(fault: FaultPoint, run_dir: Path, victim: str) -> None:
+    """The next passage of this process, by its name or its role, is to fail; for faults with `at: null`."""
     folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{fault.name}{FIRED}").unlink(missing_ok=True)
-    (folder / f"{fault.name}{ARMED}").touch()
+    partial = folder / f"{fault.name}.partial"
+    partial.write_text(victim)
+    partial.rename(folder / f"{fault.name}{ARMED}")
 
 
 def disarm(fault: FaultPoint, run_dir: Path) -> bool:

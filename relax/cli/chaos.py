@@ -204,7 +204,7 @@ class Injector:
         self._tell(f"[chaos {self._now():7.1f} s] {fault}: {victim}, process {pid}, at step {view.step}")
         strike = self._conductor.struck(planned, victim, view, self._now(), armed=point is not None)
         if point is not None:
-            arm(point, self._live.run_dir)
+            arm(point, self._live.run_dir, victim)
         elif fault.how is How.KILL:
             self._signal(pid, signal.SIGKILL)
         elif fault.how is How.HANG:

@@ -212,3 +212,18 @@ def test_what_the_faults_explain_is_not_held_against_the_run() -> None:
     told = ("replicas restarted unasked: 4", "checkpoints not saved: 1; no space", "no step was trained")
     assert verdict(replace(FINE, violations=told), conductor, None).broken == ["not met: no step was trained"]
     assert len(verdict(replace(FINE, violations=told), Conductor([]), None).broken) == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "ends_s", "broken"), [("finished", 12.0, 0), ("finished", 90.0, 1), ("failed", 12.0, 2)]
+)
+def test_a_victim_that_the_end_of_the_run_overtook_is_not_held_against_it(
+    state: str, ends_s: float, broken: int
+) -> None:
+    conductor = Conductor([planned("kill:instance")])
+    before = view(rollout_0=up("instance", 7))
+    due = conductor.due(before)
+    assert due is not None
+    conductor.struck(*due, before, 10.0)
+    conductor.observe(view(), ends_s)
+    assert len(verdict(replace(FINE, state=state), conductor, None).broken) == broken

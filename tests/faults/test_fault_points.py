@@ -78,15 +78,27 @@ def test_an_armed_fault_happens_at_the_next_passage_once_for_each_time_it_was_ar
     points = FaultPoints((fault,), ("actor",), tmp_path)
     points.passing(Point.BEFORE_COMMIT)
     for _ in range(2):
-        arm(fault, tmp_path)
+        arm(fault, tmp_path, "actor")
         assert not fired(fault, tmp_path)
         with pytest.raises(FaultInjected):
             FaultPoints((fault,), ("actor",), tmp_path).passing(Point.BEFORE_COMMIT)
         assert fired(fault, tmp_path) and not disarm(fault, tmp_path)
         points.passing(Point.BEFORE_COMMIT)
-    arm(fault, tmp_path)
+    arm(fault, tmp_path, "actor")
     assert disarm(fault, tmp_path)
     points.passing(Point.BEFORE_COMMIT)
+
+
+def test_an_armed_fault_is_of_the_process_that_was_named_and_of_no_other_of_its_role(tmp_path: Path) -> None:
+    """behaviour: B34. Else the restart of the one that fired looks unasked, and the named one looks as if it hung."""
+    fault = FaultPoint(point=Point.MID_PUT, role="instance", action=FaultAction.RAISE, at=None)
+    first, second = (FaultPoints((fault,), ("instance", f"rollout-{n}"), tmp_path) for n in range(2))
+    arm(fault, tmp_path, "rollout-0")
+    second.passing(Point.MID_PUT)
+    assert not fired(fault, tmp_path)
+    with pytest.raises(FaultInjected):
+        first.passing(Point.MID_PUT)
+    assert fired(fault, tmp_path)
 
 
 @pytest.mark.parametrize(
