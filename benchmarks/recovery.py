@@ -24,6 +24,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ TINY = Path(__file__).parents[1] / "deploy" / "tiny_cpu.yaml"
 ROLES = ("actor", "ref", "instance", "reward", "dcs", "bus", "controller")
 SETTINGS = ("run.steps=1000000", "rollout.eval.prompts=0", "controller.expect={}", "actor.checkpoint_every=50")
 FIRST_STEP = 20
-POLL_S = 0.5
+SAVING_DEADLINE_S = 300.0
 COLD_STARTS = 1.5
 
 
@@ -63,8 +64,8 @@ def main() -> None:
 
 def _saving() -> dict[str, Any]:
     """Beside no other work of this process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        figures = pool.apply(_measure_saving)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        figures = pool.submit(_measure_saving).result(SAVING_DEADLINE_S)
     return {"blocked_over_memcpy": figures["blocked_over_memcpy"]}
 
 
